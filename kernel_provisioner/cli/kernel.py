@@ -1,0 +1,74 @@
+"""``backintel kernel install|uninstall|list``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from kernel_provisioner import kernelspec
+from kernel_provisioner.cli.output import emit
+from kernel_provisioner.engines.registry import DEFAULT_ENGINE, get_engine
+from kernel_provisioner.errors import EXIT_DONE
+from kernel_provisioner.sources import parse_sources
+
+SCHEMA = "backintel.kernels/1"
+
+
+def install(options: argparse.Namespace) -> int:
+    """Install the kernelspec."""
+    sources = {name: os.path.abspath(path) for name, path in parse_sources(options.source).items()}
+    spec = kernelspec.build(engine=options.engine, profile=options.profile, sources=sources)
+    location = _location(options) or kernelspec.Location.default()
+    path = kernelspec.install(spec, options.name, location)
+    isolation = get_engine(options.engine or DEFAULT_ENGINE).isolation
+    if options.json:
+        emit({"schema": SCHEMA, "installed": str(path), "isolation": isolation, "spec": spec})
+    else:
+        print(f"installed {kernelspec.DISPLAY_NAME!r} as {options.name} in {path}")
+        print(f"isolation {isolation}")
+    return EXIT_DONE
+
+
+def uninstall(options: argparse.Namespace) -> int:
+    """Remove the kernelspec."""
+    path = kernelspec.uninstall(options.name, _location(options))
+    if options.json:
+        emit({"schema": SCHEMA, "removed": str(path)})
+    else:
+        print(f"removed {path}")
+    return EXIT_DONE
+
+
+def show(options: argparse.Namespace) -> int:
+    """List the kernelspecs of this product."""
+    found = kernelspec.installed()
+    if options.json:
+        kernels = [
+            {
+                "name": item.name,
+                "path": str(item.path),
+                "engine": item.engine,
+                "profile": item.profile,
+                "sources": dict(item.sources),
+            }
+            for item in found
+        ]
+        emit({"schema": SCHEMA, "kernels": kernels})
+        return EXIT_DONE
+    for item in found:
+        print(f"{item.name}  engine {item.engine}  profile {item.profile}  {item.path}")
+        for name, path in item.sources.items():
+            print(f"    /sources/{name}  {path}")
+    if not found:
+        print("no kernel is installed; run `backintel kernel install`.")
+    return EXIT_DONE
+
+
+def _location(options: argparse.Namespace) -> kernelspec.Location | None:
+    if options.user:
+        return kernelspec.Location(user=True)
+    if options.sys_prefix:
+        return kernelspec.Location(prefix=Path(sys.prefix))
+    return kernelspec.Location(prefix=options.prefix) if options.prefix else None

@@ -1,0 +1,198 @@
+"""The parser of ``backintel`` and the mapping of errors to exit statuses (spec N)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+from kernel_provisioner import __version__
+from kernel_provisioner.cli.output import emit, say
+from kernel_provisioner.errors import (
+    EXIT_DONE,
+    EXIT_INFRASTRUCTURE,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    BackIntelError,
+    UsageError,
+)
+
+_EXIT_STATUSES = """\
+exit status: 0 done, 1 the notebook's code failed, 2 usage or configuration, 3 infrastructure,
+4 deadline, 5 another limit, 6 completed but export refused, 130/143 interrupted/terminated"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, so that ``--json`` holds for wrong usage, too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}.", remedy=f"see `{self.prog} --help`.")
+
+
+def build_parser() -> _Parser:
+    """Return the parser; each leaf sets ``handler``, ``module.function`` below this package."""
+    parser = _Parser(
+        prog="backintel",
+        description="Run notebooks in a bounded, offline sandbox.",
+        epilog=_EXIT_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"backintel {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_sandbox(commands)
+    _add_kernel(commands)
+    sessions = _leaf(commands, "sessions", "sessions.sessions", "list running sandboxes")
+    _add_json(sessions)
+    return parser
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+
+
+def _leaf(commands: Commands, name: str, handler: str, text: str) -> _Parser:
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=_EXIT_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _group(commands: Commands, name: str, text: str) -> Commands:
+    parser = commands.add_parser(name, help=text, description=text)
+    return parser.add_subparsers(metavar="COMMAND", required=True)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def _add_run(commands: Commands) -> None:
+    run = _leaf(commands, "run", "run.run", "run a notebook in a sandbox and publish its artifacts")
+    run.add_argument("notebook", type=Path, metavar="NOTEBOOK")
+    run.add_argument("--engine", metavar="ENGINE", help="bwrap, or auto: the strongest that works")
+    run.add_argument("--profile", metavar="P", help="limits: analysis (default), large, ...")
+    _add_sources(run)
+    run.add_argument("--out", type=Path, metavar="DIR", help="a new or empty directory")
+    run.add_argument("--cell-deadline", type=float, metavar="S", help="seconds a cell may run")
+    run.add_argument("--run-deadline", type=float, metavar="S", help="seconds all of it may take")
+    run.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="set a variable after the cell tagged 'parameters'; V is JSON, else text",
+    )
+    _add_json(run)
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--source",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="show PATH read-only as /sources/NAME",
+    )
+
+
+def _add_sandbox(commands: Commands) -> None:
+    group = _group(commands, "sandbox", "prepare and check what sandboxes are made of")
+    prepare = _leaf(group, "prepare", "sandbox.prepare", "make the image and prove that it boots")
+    prepare.add_argument("--image-archive", type=Path, metavar="F", help="docker save or OCI file")
+    prepare.add_argument("--image-sha256", metavar="H", help="refuse an image of another digest")
+    _add_json(prepare)
+    check = _leaf(group, "check", "sandbox.check", "check this host, engine and image")
+    check.add_argument("--boot", action="store_true", help="boot a sandbox and remember the proof")
+    check.add_argument("--deep", action="store_true", help="digest every file of image and engine")
+    _add_json(check)
+    collect = _leaf(group, "gc", "sandbox.collect", "remove what killed sessions left")
+    _add_json(collect)
+
+
+def _add_kernel(commands: Commands) -> None:
+    group = _group(commands, "kernel", "the kernel in JupyterLab")
+    install = _leaf(group, "install", "kernel.install", "install the kernel for Jupyter")
+    _add_location(install)
+    install.add_argument("--engine", metavar="E", help="bwrap")
+    install.add_argument("--profile", metavar="P", help="limits: interactive (default), ...")
+    _add_sources(install)
+    _add_json(install)
+    uninstall = _leaf(group, "uninstall", "kernel.uninstall", "remove the kernel")
+    _add_location(uninstall)
+    _add_json(uninstall)
+    _add_json(_leaf(group, "list", "kernel.show", "list the kernels that are installed"))
+
+
+def _add_location(parser: argparse.ArgumentParser) -> None:
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--user", action="store_true", help="for this user")
+    place.add_argument("--sys-prefix", action="store_true", help="in this Python environment")
+    place.add_argument("--prefix", type=Path, metavar="P", help="below this prefix")
+    parser.add_argument("--name", default="backintel-sandbox", metavar="N", help="kernel name")
+
+
+def _handler(dotted: str) -> Callable[[argparse.Namespace], int]:
+    from importlib import import_module
+
+    module, function = dotted.split(".")
+    handler: Callable[[argparse.Namespace], int] = getattr(
+        import_module(f"kernel_provisioner.cli.{module}"), function
+    )
+    return handler
+
+
+def _terminate(signum: int, frame: object) -> None:
+    # Unwinds, so that locks and half-made files are cleaned up.
+    raise SystemExit(EXIT_TERMINATED)
+
+
+def _failed(error: BackIntelError, as_json: bool) -> int:
+    if as_json:
+        emit(
+            {
+                "schema": "backintel.error/1",
+                "exit_status": error.exit_status,
+                "error": error.as_dict(),
+            }
+        )
+    say(f"backintel: {error}")
+    return error.exit_status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        options = build_parser().parse_args(words)
+        status = _handler(options.handler)(options)
+        sys.stdout.flush()
+    except BackIntelError as error:
+        return _failed(error, "--json" in words)
+    except KeyboardInterrupt:
+        say("backintel: interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; keep the interpreter from flushing again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except Exception:
+        # Status 1 would blame the notebook.
+        traceback.print_exc()
+        say("backintel: internal error; please report it with the lines above")
+        return EXIT_INFRASTRUCTURE
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""``backintel sandbox prepare|check|gc``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from kernel_provisioner import proofs
+from kernel_provisioner.cli.output import emit, say
+from kernel_provisioner.engines.registry import DEFAULT_ENGINE, get_engine
+from kernel_provisioner.errors import EXIT_DONE, EXIT_INFRASTRUCTURE
+from kernel_provisioner.paths import StateDirs, state_dirs
+
+
+def prepare(options: argparse.Namespace) -> int:
+    """Make the image, and prove once a boot that a sandbox starts with it."""
+    from kernel_provisioner.images.store import ImageStore
+
+    dirs = state_dirs()
+    engine = get_engine(DEFAULT_ENGINE)
+    # Before minutes of building: an engine that cannot work here makes the image useless.
+    facts = engine.verify()
+    image = ImageStore(dirs).prepare(
+        say, image_archive=options.image_archive, image_sha256=options.image_sha256
+    )
+    key = proofs.proof_key(facts)
+    booted = not proofs.is_valid(dirs, key)
+    proof = prove(dirs, engine.name) if booted else dirs.proofs / f"{engine.name}.json"
+    if options.json:
+        emit(
+            {
+                "schema": "backintel.prepare/1",
+                "image": {
+                    "id": image.id,
+                    "root": str(image.root),
+                    "source": image.source,
+                    "python": image.python,
+                },
+                "engine": {"name": facts.name, "version": facts.version},
+                "proof": {"path": str(proof), "booted": booted},
+            }
+        )
+    else:
+        print(f"image   {image.id} ({image.source}, Python {image.python})")
+        print(f"engine  {facts.name} {facts.version} ({engine.isolation})")
+        print(f"proof   {'booted just now' if booted else 'still valid'}")
+    return EXIT_DONE
+
+
+def prove(dirs: StateDirs, engine: str) -> Path:
+    """Boot an engine and store the proof. Raises BackIntelError."""
+    say(f"booting a sandbox with {engine} to prove that it works here")
+    facts = get_engine(engine).verify()
+    phases = asyncio.run(proofs.boot(engine, lambda name, seconds: None))
+    say(f"booted in {max(phases.values(), default=0.0):.2f} s")
+    return proofs.store(dirs, proofs.proof_key(facts), phases)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print what was checked, what was found, and what to do about it."""
+    from kernel_provisioner import doctor
+
+    checks = doctor.examine(state_dirs(), deep=options.deep, boot=options.boot)
+    failed = [item for item in checks if item.status == "fail"]
+    if options.json:
+        emit(
+            {
+                "schema": "backintel.check/1",
+                "ok": not failed,
+                "checks": [item.as_dict() for item in checks],
+            }
+        )
+    else:
+        sys.stdout.write(doctor.table(checks))
+    return EXIT_INFRASTRUCTURE if failed else EXIT_DONE
+
+
+def collect(options: argparse.Namespace) -> int:
+    """Remove what sessions left whose supervisor was killed."""
+    from kernel_provisioner.records import sweep
+
+    lines = sweep(state_dirs())
+    if options.json:
+        emit({"schema": "backintel.gc/1", "done": lines})
+    else:
+        print("\n".join(lines) or "nothing was left behind.")
+    return EXIT_DONE

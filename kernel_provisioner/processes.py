@@ -1,0 +1,70 @@
+"""Processes by identity: a pid counts only together with its start time.
+
+A pid alone may have been given to a stranger meanwhile, so nothing here signals one without
+comparing field 22 of /proc/PID/stat, and the signal goes through a pidfd opened before that
+comparison. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+from kernel_provisioner.engines.base import ProcessIdentity
+
+
+def start_time(pid: int) -> int | None:
+    """Return the start time of ``pid`` in clock ticks since boot, or None if there is none.
+
+    A zombie counts as gone: it runs no code and only waits to be reaped (SmolVM#189).
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The command name may hold spaces and parentheses; fields count from the last ")".
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def identify(pid: int) -> ProcessIdentity | None:
+    """Return the identity of a running process, or None if it is gone."""
+    started = start_time(pid)
+    return None if started is None else ProcessIdentity(pid, started)
+
+
+def is_running(process: ProcessIdentity) -> bool:
+    """Whether this very process still runs."""
+    return start_time(process.pid) == process.start_time
+
+
+def kill_and_wait(process: ProcessIdentity, timeout: float) -> bool:
+    """SIGKILL this very process and wait at most ``timeout`` seconds. True once it is gone."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if not is_running(process):
+            return True
+        try:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+        except ProcessLookupError:
+            return True
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            if poller.poll(left * 1000):
+                return True
+        return not is_running(process)
+    finally:
+        os.close(fd)
+
+
+def boot_id() -> str:
+    """Return the kernel's random identity of this boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,513 @@
+"""The jupyter_client provisioner (spec A1): thin, in the Jupyter server's process.
+
+It resolves the owner's settings, starts one supervisor process per guest, waits until the guest is
+ready, hands out connection info (``transport: ipc``), and maps jupyter_client's verbs onto the
+supervisor's control socket. Nothing of a kernel-start request reaches the guest: its ``env``,
+``cwd`` and arguments change nothing (spec D5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.connect import KernelConnectionInfo
+from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
+from traitlets import Any as AnyTrait
+from traitlets import Dict, Unicode
+
+from kernel_provisioner import wire
+from kernel_provisioner.config import Settings, resolve_settings
+from kernel_provisioner.engines.base import CHANNELS
+from kernel_provisioner.errors import (
+    DeadlineReached,
+    ExportRefused,
+    StartFailed,
+    WireError,
+    error_from_dict,
+)
+from kernel_provisioner.paths import StateDirs, state_dirs
+from kernel_provisioner.records import sweep
+
+START_SLACK_S = 5.0
+"""Beyond the run deadline: how long the supervisor may take to report that it was reached."""
+CLOSE_TIMEOUT_S = 8.0
+"""How long an orderly teardown may take before the supervisor is killed."""
+EXPORT_TIMEOUT_S = 90.0
+
+# What a supervisor may see of the server's environment: enough to find programs and, for the
+# systemd scope, the user's session bus. Everything else could carry credentials.
+_PASSED_ENVIRONMENT = ("PATH", "HOME", "LANG", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
+
+
+class SandboxKernelManager(AsyncKernelManager):
+    """A kernel manager that carries its own kernelspec and the words of a command line.
+
+    ``command_line`` has the highest precedence of all settings (spec D5); a kernel-start request
+    cannot set it.
+    """
+
+    command_line: Mapping[str, Any]
+    on_phase: Callable[[str, float], None] | None
+
+    def __init__(
+        self,
+        *,
+        command_line: Mapping[str, Any],
+        default_profile: str,
+        on_phase: Callable[[str, float], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.command_line = command_line
+        self.default_profile = default_profile
+        self.on_phase = on_phase
+        self._kernel_spec = KernelSpec(
+            argv=["python3", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            display_name="BackIntel sandbox",
+            language="python",
+            interrupt_mode="signal",
+            metadata={
+                "kernel_provisioner": {
+                    "provisioner_name": "backintel-provisioner",
+                    "config": {},
+                }
+            },
+        )
+
+
+class SandboxProvisioner(KernelProvisionerBase):
+    """Starts and holds one sandbox session at a time for a kernel manager."""
+
+    engine = Unicode(None, allow_none=True, help="Engine: bwrap.").tag(config=True)
+    profile = AnyTrait(None, allow_none=True, help="Name of the profile.").tag(config=True)
+    sources = Dict(help="Read-only sources: name -> absolute path.").tag(config=True)
+    cell_deadline = AnyTrait(None, allow_none=True, help="Seconds a cell may run.").tag(config=True)
+    run_deadline = AnyTrait(None, allow_none=True, help="Seconds a session may run.").tag(
+        config=True
+    )
+    on_deadline = Unicode(
+        None, allow_none=True, help="At a cell deadline: interrupt or cancel."
+    ).tag(config=True)
+    grace = AnyTrait(None, allow_none=True, help="Seconds between interrupt and cancel.").tag(
+        config=True
+    )
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.settings: Settings | None = None
+        self.session_id: str | None = None
+        self.ended: dict[str, Any] | None = None
+        self.timings: dict[str, float] = {}
+        self.receipt: dict[str, Any] | None = None
+        self._dirs: StateDirs = state_dirs()
+        self._socket_dir: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._reader = wire.FrameReader()
+        self._inbox: list[dict[str, Any]] = []
+        self._has_process = False
+        self._clock_started: float | None = None
+        self._fresh_clock = True
+        self._autorestart = False
+
+    # -- contract of jupyter_client ------------------------------------------------------------
+
+    @property
+    def has_process(self) -> bool:
+        """Whether a guest was launched and not yet waited for."""
+        return self._has_process
+
+    async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
+        """Stamp the run clock and resolve the settings. Raises BackIntelError."""
+        now = time.monotonic()
+        # An autorestart after a crash does not extend the run deadline (spec A1): only a start or
+        # a restart that a person asked for begins a new run.
+        self._autorestart = not self._fresh_clock
+        if self._fresh_clock or self._clock_started is None:
+            self._clock_started = now
+        self._fresh_clock = False
+        self.settings = await asyncio.to_thread(self._resolve)
+        kwargs.pop("extra_arguments", None)
+        kwargs.pop("transport_encryption", None)
+        return await super().pre_launch(cmd=["backintel-guest"], **kwargs)
+
+    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
+        """Start supervisor and guest; return once the guest is ready. Raises BackIntelError.
+
+        If it raises or is cancelled, nothing of the session is left: jupyter_client calls no
+        ``cleanup`` then.
+        """
+        assert self.settings is not None
+        previous = self.session_id
+        self.session_id = secrets.token_hex(8)
+        if self._socket_dir is None:
+            self._socket_dir = self._dirs.runtime / secrets.token_hex(8)
+        self.ended = None
+        self.receipt = None
+        self.timings = {}
+        self._reader = wire.FrameReader()
+        self._inbox = []
+        try:
+            self._spawn()
+            await self._send_start(previous)
+            await self._wait_ready()
+        except BaseException:
+            await self._abandon()
+            self._report_failed_autorestart()
+            raise
+        self._has_process = True
+        self.connection_info = self._connection_info()
+        return self.connection_info
+
+    async def poll(self) -> int | None:
+        """None while the guest lives, else its exit status (1 where it left none)."""
+        if self._process is None:
+            return 0
+        self._drain()
+        if self.ended is None:
+            return None
+        status = self.ended.get("status")
+        return status if isinstance(status, int) else int(self.ended.get("exit_status", 1))
+
+    async def wait(self) -> int | None:
+        """Wait until the guest is gone."""
+        while (status := await self.poll()) is None:
+            await asyncio.sleep(0.02)
+        self._has_process = False
+        return status
+
+    async def send_signal(self, signum: int) -> None:
+        """Send a signal to the kernel's process group in the guest. Never raises."""
+        # Signal 0 is jupyter_client's question whether the process exists.
+        if signum:
+            await self._tell("signal", signum=int(signum))
+
+    async def kill(self, restart: bool = False) -> None:
+        """Kill the guest."""
+        await self._tell("kill")
+
+    async def terminate(self, restart: bool = False) -> None:
+        """End the guest; there is nothing gentler left to try when this is called."""
+        await self._tell("kill")
+
+    async def shutdown_requested(self, restart: bool = False) -> None:
+        """Note that a person asked for the end: it is then no crash, and a restart is a new run."""
+        self._fresh_clock = True
+        await self._tell("shutdown")
+
+    async def cleanup(self, restart: bool = False) -> None:
+        """Tear the session down; idempotent. Afterwards ``receipt`` holds the session's receipt."""
+        if self._process is not None:
+            await self._tell("close")
+            await self._wait_gone()
+        self._has_process = False
+        if not restart:
+            self._socket_dir = None
+
+    def get_shutdown_wait_time(self, recommended: float = 5.0) -> float:
+        """Give the guest's kernel the recommended time."""
+        return recommended
+
+    def get_stable_start_time(self, recommended: float = 10.0) -> float:
+        """A guest that boots slower than a process must not look unstable (jupyter_client#715)."""
+        return recommended + 10.0
+
+    async def get_provisioner_info(self) -> dict[str, Any]:
+        """A session cannot be taken over by another server process: it ends with its owner."""
+        return {**await super().get_provisioner_info(), "session": self.session_id}
+
+    def resolve_path(self, path: str) -> str | None:
+        """Paths of the guest mean nothing on the host."""
+        return None
+
+    # -- for the runner ------------------------------------------------------------------------
+
+    async def export(self, destination: Path) -> list[dict[str, Any]]:
+        """End the guest and publish its artifacts into ``destination``.
+
+        Returns name, size (bytes) and sha256 of each. Raises ExportRefused (nothing is published)
+        and StartFailed if there is no session.
+        """
+        if self._process is None or self._sock is None:
+            raise StartFailed("there is no session to export from.")
+        await self._tell("export", destination=str(destination))
+        artifacts: list[dict[str, Any]] = []
+        async with asyncio.timeout(EXPORT_TIMEOUT_S):
+            while True:
+                message = await self._next_message()
+                match message.get("op"):
+                    case "artifact":
+                        artifacts.append(message["artifact"])
+                    case "exported":
+                        return artifacts
+                    case "export_failed":
+                        raise error_from_dict(message["error"])
+                    case "gone":
+                        raise ExportRefused("the session ended before its artifacts were read.")
+
+    # -- settings ------------------------------------------------------------------------------
+
+    def _resolve(self) -> Settings:
+        manager = self.parent if isinstance(self.parent, SandboxKernelManager) else None
+        # Traits hold kernelspec over traitlets configuration, as spec D5 orders them:
+        # jupyter_client passes the kernelspec's ``config`` as trait initialisers.
+        spec = {
+            "engine": self.engine,
+            "profile": self.profile,
+            "sources": self.sources or None,
+            "cell_deadline": self.cell_deadline,
+            "run_deadline": self.run_deadline,
+            "on_deadline": self.on_deadline,
+            "grace": self.grace,
+        }
+        return resolve_settings(
+            command_line=manager.command_line if manager else {},
+            environ=os.environ,
+            kernelspec={key: value for key, value in spec.items() if value is not None},
+            default_profile=manager.default_profile if manager else "interactive",
+        )
+
+    # -- supervisor ----------------------------------------------------------------------------
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        environment = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
+        try:
+            # -I: neither the working directory nor PYTHON* variables choose what code runs.
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    "-m",
+                    "kernel_provisioner.session.supervisor",
+                    str(theirs.fileno()),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                cwd="/",
+                # A terminal's Ctrl-C is for the client; the supervisor ends in its own order.
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            raise StartFailed(f"the supervisor did not start ({error.strerror}).") from None
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._sock = ours
+
+    async def _send_start(self, previous: str | None) -> None:
+        assert self.settings is not None
+        manager: Any = self.parent
+        message = {
+            "v": wire.VERSION,
+            "op": "start",
+            "session": self.session_id,
+            "kernel_id": self.kernel_id or "",
+            "previous": previous,
+            "engine": self.settings.engine,
+            "engine_requested": self.settings.engine_requested,
+            "profile": asdict(self.settings.profile),
+            "sources": [
+                {"name": s.name, "path": str(s.path), "kind": s.kind} for s in self.settings.sources
+            ],
+            "environment": dict(self.settings.environment),
+            "key": manager.session.key.decode(),
+            "signature_scheme": manager.session.signature_scheme,
+            "socket_dir": str(self._socket_dir),
+            "dirs": {
+                "data": str(self._dirs.data),
+                "state": str(self._dirs.state),
+                "runtime": str(self._dirs.runtime),
+            },
+            "started_at": self._clock_started,
+        }
+        assert self._sock is not None
+        try:
+            async with asyncio.timeout(START_SLACK_S):
+                await asyncio.get_running_loop().sock_sendall(self._sock, wire.encode(message))
+        except (OSError, TimeoutError):
+            raise StartFailed("the supervisor died at once.", phase="start") from None
+
+    async def _wait_ready(self) -> None:
+        assert self.settings is not None
+        assert self._clock_started is not None
+        run_deadline = self.settings.profile.run_deadline_s
+        left = self._clock_started + run_deadline - time.monotonic() + START_SLACK_S
+        try:
+            async with asyncio.timeout(max(left, START_SLACK_S)):
+                while True:
+                    message = await self._next_message()
+                    match message.get("op"):
+                        case "phase":
+                            self._phase(message)
+                        case "ready":
+                            return
+                        case "failed":
+                            raise error_from_dict(message["error"])
+                        case "gone":
+                            raise StartFailed("the supervisor ended.", phase="start")
+        except TimeoutError:
+            raise DeadlineReached(
+                f"the run deadline of {run_deadline:g} s passed before the sandbox was ready.",
+                phase="start",
+                remedy="give the run more time.",
+            ) from None
+
+    def _phase(self, message: Mapping[str, Any]) -> None:
+        name, seconds = str(message["name"]), float(message["seconds"])
+        self.timings[name] = seconds
+        on_phase = getattr(self.parent, "on_phase", None)
+        if on_phase is not None:
+            on_phase(name, seconds)
+
+    def _connection_info(self) -> KernelConnectionInfo:
+        manager: Any = self.parent
+        shell, iopub, stdin, control, heartbeat = range(1, len(CHANNELS) + 1)
+        return {
+            "transport": "ipc",
+            "ip": f"{self._socket_dir}/h",
+            "key": manager.session.key,
+            "signature_scheme": manager.session.signature_scheme,
+            "shell_port": shell,
+            "iopub_port": iopub,
+            "stdin_port": stdin,
+            "control_port": control,
+            "hb_port": heartbeat,
+        }
+
+    # -- control socket ------------------------------------------------------------------------
+
+    async def _tell(self, op: str, **fields: object) -> None:
+        if self._sock is None:
+            return
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.get_running_loop().sock_sendall(
+                    self._sock, wire.encode({"op": op, **fields})
+                )
+
+    async def _next_message(self) -> dict[str, Any]:
+        """Return the next message; end of file comes as ``gone``."""
+        assert self._sock is not None
+        while not self._inbox:
+            try:
+                data = await asyncio.get_running_loop().sock_recv(self._sock, 65536)
+            except OSError:
+                data = b""
+            if not self._feed(data):
+                return {"op": "gone"}
+        return self._inbox.pop(0)
+
+    def _feed(self, data: bytes) -> bool:
+        """Take bytes of the supervisor; False at its end."""
+        if not data:
+            self._lost()
+            return False
+        try:
+            messages = self._reader.feed(data)
+        except WireError:
+            self._lost()
+            return False
+        for message in messages:
+            if message.get("op") == "ended":
+                self.ended = message
+            self._inbox.append(message)
+        return True
+
+    def _lost(self) -> None:
+        if self.ended is None:
+            self.ended = {
+                "reason": "GuestLost",
+                "class": "infrastructure",
+                "message": "The sandbox was lost: its supervisor is gone.",
+                "exit_status": 3,
+                "status": None,
+            }
+
+    def _drain(self) -> None:
+        """Read what has arrived without waiting: sync managers run no loop between calls."""
+        if self._sock is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                try:
+                    data = self._sock.recv(65536)
+                except BlockingIOError:
+                    raise
+                except OSError:
+                    data = b""
+                if not self._feed(data):
+                    return
+
+    # -- end -----------------------------------------------------------------------------------
+
+    async def _abandon(self) -> None:
+        """Free all after a failed or cancelled launch, also while being cancelled."""
+        if self._process is None:
+            return
+        closing = asyncio.ensure_future(self._close())
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(closing)
+        while not closing.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(closing)
+
+    def _report_failed_autorestart(self) -> None:
+        """Tell the clients of a kernel whose automatic restart failed that it is dead.
+
+        jupyter_client's restarter reports only a guest that died again, not a launch that raised:
+        without this, JupyterLab shows "restarting" for ever.
+        """
+        restarter = getattr(self.parent, "_restarter", None)
+        if self._autorestart and restarter is not None:
+            restarter.stop()
+            restarter._fire_callbacks("dead")
+
+    async def _close(self) -> None:
+        await self._tell("close")
+        await self._wait_gone()
+
+    async def _wait_gone(self) -> None:
+        """Wait for the supervisor's end; kill it if it hangs, and sweep what it left then."""
+        process = self._process
+        assert process is not None
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while process.poll() is None:
+                    self._drain()
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            # The guest dies with its supervisor (spec B).
+            process.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(process.wait)
+        self._drain()
+        if process.returncode != 0:
+            await asyncio.to_thread(sweep, self._dirs)
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        self._process = None
+        self._load_receipt()
+
+    def _load_receipt(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            path = self._dirs.receipts / f"{self.session_id}.json"
+            self.receipt = json.loads(path.read_text())

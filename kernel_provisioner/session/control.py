@@ -1,0 +1,58 @@
+"""The supervisor's end of its control socket: frames in and out, end of file means the owner left.
+
+The peer is the provisioner in the Jupyter server's process: trusted, but it may hang, die, or stop
+reading. So sending never blocks the supervisor for more than a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+
+from kernel_provisioner import wire
+from kernel_provisioner.errors import WireError
+
+_SEND_TIMEOUT_S = 2.0
+
+
+class Control:
+    """Framed JSON over a connected Unix socket, for one asyncio loop."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._reader = wire.FrameReader()
+        self._ready: list[dict[str, object]] = []
+        self._lock = asyncio.Lock()
+
+    async def receive(self) -> dict[str, object] | None:
+        """Return the next message, or None at end of file. Raises WireError."""
+        loop = asyncio.get_running_loop()
+        while not self._ready:
+            try:
+                data = await loop.sock_recv(self._sock, 65536)
+            except OSError:
+                return None
+            if not data:
+                return None
+            self._ready += self._reader.feed(data)
+        return self._ready.pop(0)
+
+    async def send(self, op: str, **fields: object) -> bool:
+        """Send one message; False if the owner is gone or did not read for two seconds."""
+        return await self.send_message({"op": op, **fields})
+
+    async def send_message(self, message: Mapping[str, object]) -> bool:
+        """Send a message made elsewhere; see ``send``."""
+        async with self._lock:
+            try:
+                data = wire.encode(message)
+            except WireError:
+                return False
+            try:
+                async with asyncio.timeout(_SEND_TIMEOUT_S):
+                    await asyncio.get_running_loop().sock_sendall(self._sock, data)
+            except (OSError, TimeoutError):
+                return False
+        return True

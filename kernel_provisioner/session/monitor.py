@@ -1,0 +1,155 @@
+"""What joins relay and watchdog: messages become events, due actions become interrupts and ends.
+
+Called on the supervisor's loop; never blocks. The watchdog decides, this module only carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from kernel_provisioner.errors import ENDS, Reason
+from kernel_provisioner.profiles import Profile
+from kernel_provisioner.session.relay import Forward, Refuse, Relay, Request
+from kernel_provisioner.session.watchdog import (
+    Action,
+    Interrupt,
+    Watchdog,
+    WatchdogLimits,
+)
+
+
+class SessionMonitor:
+    """Implements the relay's monitor for one session."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        started_at: float,
+        *,
+        end: Callable[..., None],
+        interrupt: Callable[[], None],
+    ) -> None:
+        self._profile = profile
+        self._end = end
+        self._interrupt = interrupt
+        self._relay: Relay | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._watchdog = Watchdog(
+            WatchdogLimits(
+                cell_s=profile.cell_deadline_s,
+                run_s=profile.run_deadline_s,
+                grace_s=profile.grace_s,
+                cells=profile.cells,
+                on_cell_deadline="interrupt"
+                if profile.on_cell_deadline == "interrupt"
+                else "cancel",
+            ),
+            started_at,
+        )
+        self.shutdown_expected = False
+        self._cells = 0
+        self._failed = 0
+        self._interrupted = 0
+
+    def attach(self, relay: Relay) -> None:
+        """Give the relay through which notices reach the cell."""
+        self._relay = relay
+
+    def cell_counts(self) -> dict[str, int]:
+        """Return the receipt's figures."""
+        return {"run": self._cells, "failed": self._failed, "interrupted": self._interrupted}
+
+    # -- RelayMonitor --------------------------------------------------------------------------
+
+    def admit(self, request: Request) -> Forward | Refuse:
+        """Decide on a request before it is forwarded."""
+        if request.msg_type == "shutdown_request":
+            self.shutdown_expected = True
+        if request.msg_type != "execute_request":
+            return Forward()
+        refusal = self._watchdog.admit(
+            request.msg_id,
+            lane=request.subshell_id,
+            counts=not request.silent,
+            now=time.monotonic(),
+        )
+        self.arm()
+        if refusal is not None:
+            return Refuse(
+                Reason.CELL_LIMIT.value,
+                ENDS[Reason.CELL_LIMIT].text.format(cells=self._profile.cells),
+            )
+        if not request.silent:
+            self._cells += 1
+        return Forward()
+
+    def started(self, msg_id: str) -> None:
+        """The guest says that it began to work on a request."""
+        self._watchdog.started(msg_id, time.monotonic())
+        self.arm()
+
+    def replied(self, msg_id: str, status: str) -> None:
+        """A final reply passed."""
+        if status == "error":
+            self._failed += 1
+        self._watchdog.replied(msg_id, time.monotonic())
+        self.arm()
+
+    def input_requested(self, msg_id: str) -> None:
+        """The cell waits for a person."""
+        self._watchdog.input_requested(msg_id, time.monotonic())
+        self.arm()
+
+    def input_replied(self, msg_id: str) -> None:
+        """The person answered."""
+        self._watchdog.input_replied(msg_id, time.monotonic())
+        self.arm()
+
+    def output_exceeded(self, msg_id: str, detail: str) -> None:
+        """A cell's output passed a bound: say so in the cell, then interrupt, grace, kill."""
+        if self._relay is not None:
+            self._relay.notify(msg_id, f"{Reason.OUTPUT_LIMIT.value}: {detail}")
+        self._watchdog.output_exceeded(msg_id, time.monotonic())
+        self.arm()
+
+    def violation(self, detail: str) -> None:
+        """The guest broke the protocol: its session ends, the host goes on (spec H3)."""
+        self._end(Reason.GUEST_LOST, how=f"its traffic broke the protocol: {detail}")
+
+    # -- clock ---------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Set the timer for the watchdog's next decision."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wakeup = self._watchdog.next_wakeup()
+        if wakeup is not None:
+            # The loop's clock is time.monotonic().
+            self._timer = asyncio.get_running_loop().call_at(wakeup, self._tick)
+
+    def _tick(self) -> None:
+        for action in self._watchdog.tick(time.monotonic()):
+            self._act(action)
+        self.arm()
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Interrupt):
+            self._interrupted += 1
+            if self._relay is not None and action.reason is Reason.CELL_DEADLINE:
+                self._relay.notify(
+                    action.msg_id,
+                    f"{action.reason.value}: the cell ran longer than its deadline of "
+                    f"{self._profile.cell_deadline_s:g} s and is interrupted; variables are kept "
+                    f"if it stops within {self._profile.grace_s:g} s.",
+                )
+            self._interrupt()
+        else:
+            seconds = (
+                self._profile.run_deadline_s
+                if action.reason is Reason.RUN_DEADLINE
+                else self._profile.cell_deadline_s
+            )
+            self._end(action.reason, seconds=seconds)

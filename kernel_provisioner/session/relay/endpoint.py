@@ -1,0 +1,153 @@
+"""One end of a connection: a non-blocking stream socket on the event loop.
+
+Responsible for receiving into a buffer that all connections share, for sending at once what the
+socket takes and keeping the rest, and for knowing whether the peer has read. It looks at no byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import socket
+import struct
+import termios
+from collections.abc import Callable
+
+CHUNK = 256 * 1024
+"""Most bytes received at once; an idle socket's own buffer holds about 208 KiB."""
+
+
+class Endpoint:
+    """A non-blocking stream socket on the loop. Received bytes are valid during ``on_data``."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        scratch: memoryview,
+        *,
+        on_data: Callable[[memoryview], None],
+        on_gone: Callable[[], None],
+        on_drained: Callable[[], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._scratch = scratch
+        self._on_data = on_data
+        self._on_gone = on_gone
+        self._on_drained = on_drained
+        self._out = bytearray()
+        self._reading = False
+        self._finishing: asyncio.TimerHandle | None = None
+        self.closed = False
+        self.received = 0
+        self.sent = 0
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that the socket did not take yet."""
+        return len(self._out)
+
+    @property
+    def reading(self) -> bool:
+        """Whether received bytes are wanted now."""
+        return self._reading
+
+    def unread_by_peer(self) -> int:
+        """Return the bytes that are not yet in the peer's hands (0 if the system cannot say)."""
+        if self.closed:
+            return 0
+        try:
+            reply = fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, bytes(4))
+        except OSError:  # not offered for Unix sockets everywhere
+            return len(self._out)
+        return len(self._out) + int(struct.unpack("i", reply)[0])
+
+    def resume(self) -> None:
+        """Begin or go on to receive."""
+        if not self._reading and not self.closed and self._finishing is None:
+            self._reading = True
+            self._loop.add_reader(self._sock.fileno(), self._receive)
+
+    def pause(self) -> None:
+        """Stop receiving; the peer is held back by the socket's own buffer."""
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._sock.fileno())
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Send, keeping a copy of what the socket does not take at once."""
+        if self.closed or self._finishing is not None:
+            return
+        if self._out:
+            self._out += data
+            return
+        try:
+            done = self._sock.send(data)
+        except BlockingIOError:
+            done = 0
+        except OSError:
+            self._lose()
+            return
+        self.sent += done
+        if done < len(data):
+            self._out += data[done:]
+            self._loop.add_writer(self._sock.fileno(), self._send_more)
+
+    def finish(self, timeout: float) -> None:
+        """Close once all is sent, or after ``timeout`` seconds."""
+        self.pause()
+        if self.closed or self._finishing is not None:
+            return
+        if not self._out:
+            self.close()
+        else:
+            self._finishing = self._loop.call_later(timeout, self.close)
+
+    def close(self) -> None:
+        """Close at once; idempotent."""
+        if self.closed:
+            return
+        self.pause()
+        self.closed = True
+        if self._finishing is not None:
+            self._finishing.cancel()
+        self._loop.remove_writer(self._sock.fileno())
+        self._out.clear()
+        self._sock.close()
+
+    def _lose(self) -> None:
+        """The peer is gone; tell it later, for the caller may be in the middle of something."""
+        self.close()
+        self._loop.call_soon(self._on_gone)
+
+    def _receive(self) -> None:
+        try:
+            count = self._sock.recv_into(self._scratch)
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        if count:
+            self.received += count
+            self._on_data(self._scratch[:count])
+        else:
+            self.close()
+            self._on_gone()
+
+    def _send_more(self) -> None:
+        try:
+            done = self._sock.send(self._out)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._lose()
+            return
+        self.sent += done
+        del self._out[:done]
+        if self._out:
+            return
+        self._loop.remove_writer(self._sock.fileno())
+        if self._finishing is not None:
+            self.close()
+        else:
+            self._on_drained()

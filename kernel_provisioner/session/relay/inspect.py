@@ -1,0 +1,234 @@
+"""What the relay reads in Jupyter messages, and what it tells its owner.
+
+Responsible for decoding the small leading frames of a message within bounds. Guest messages are
+hostile: the guest knows the session key, so a valid signature proves nothing about honesty. It is
+verified all the same (a few microseconds on small frames), because a client drops a message with a
+wrong signature, and the relay must not believe what no client will see. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kernel_provisioner.session.relay.zmtp import ParserBounds
+from kernel_provisioner.session.watchdog import Refuse
+
+DELIMITER = b"<IDS|MSG>"
+COMM_TYPES = frozenset({"comm_open", "comm_msg", "comm_close"})
+"""Shell messages without a reply: they run code and end with an iopub ``idle``."""
+
+
+class MalformedMessage(Exception):
+    """A message is not Jupyter's, or breaks a bound of the inspected part."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayBounds:
+    """Bounds of one session's traffic. Sizes in bytes, times in seconds (spec H3).
+
+    ``stall_s``: a guest that owes the rest of a greeting or of a held message for that long, or
+    lets a long message rest for that long, is in violation. ``orphan_s``: how long a client
+    connection whose guest side closed stays open for ``fail_pending`` to answer on it.
+    """
+
+    parser: ParserBounds = field(default_factory=ParserBounds)
+    heartbeat: ParserBounds = field(
+        default_factory=lambda: ParserBounds(message_bytes=65536, frames=64, hold_bytes=65536)
+    )
+    header_bytes: int = 16 * 1024
+    json_depth: int = 32
+    cell_bytes: int = 1024**3
+    cell_text_bytes: int = 64 * 1024**2
+    cell_messages: int = 100_000
+    connections: int = 256
+    dial_s: float = 10.0
+    stall_s: float = 30.0
+    orphan_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A shell or control request of a client, before it is forwarded."""
+
+    channel: str
+    msg_id: str
+    msg_type: str
+    subshell_id: str | None
+    silent: bool
+    """Only of an execute_request; False if its content is too long to be read."""
+    connection: int
+
+    @property
+    def is_cell(self) -> bool:
+        """True for what spec G2 counts as a cell."""
+        return self.msg_type == "execute_request" and not self.silent
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The request may go to the guest."""
+
+
+Verdict = Forward | Refuse
+
+
+class RelayMonitor(Protocol):
+    """The relay's owner. All calls come on the loop's thread and must not block or raise."""
+
+    def admit(self, request: Request) -> Verdict:
+        """Decide on a shell or control request before it is forwarded."""
+
+    def started(self, msg_id: str) -> None:
+        """The guest says (iopub ``busy``) that it works on this request."""
+
+    def replied(self, msg_id: str, status: str) -> None:
+        """The guest answered. ``status``: of the reply; ``idle`` for comm messages."""
+
+    def input_requested(self, msg_id: str) -> None:
+        """The guest waits for ``input()``, the client allows stdin and is connected."""
+
+    def input_replied(self, msg_id: str) -> None:
+        """The person answered, or the stdin connection went away."""
+
+    def output_exceeded(self, msg_id: str, detail: str) -> None:
+        """A request's output passed a bound of spec H3; once for each. Empty id: of no request."""
+
+    def violation(self, detail: str) -> None:
+        """Hostile or malformed guest traffic; that connection to the guest is already closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The inspected part of a message. ``content`` is None if it did not fit the hold bounds."""
+
+    signature: bytes
+    header: dict[str, Any]
+    header_raw: bytes
+    parent_raw: bytes
+    parent_id: str
+    metadata_raw: bytes
+    content: bytes | None
+
+    @property
+    def msg_id(self) -> str:
+        """The message's own id."""
+        return str(self.header["msg_id"])
+
+    @property
+    def msg_type(self) -> str:
+        """The message's type."""
+        return str(self.header["msg_type"])
+
+
+def nesting_within(text: bytes, limit: int) -> bool:
+    """Return whether JSON ``text`` nests at most ``limit`` deep, without parsing it."""
+    if text.count(b"{") + text.count(b"[") <= limit:
+        return True  # the common case, at C speed
+    depth = 0
+    in_string = escaped = False
+    for byte in text:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif byte == 0x5C:
+                escaped = True
+            elif byte == 0x22:
+                in_string = False
+        elif byte == 0x22:
+            in_string = True
+        elif byte in b"{[":
+            depth += 1
+            if depth > limit:
+                return False
+        elif byte in b"}]":
+            depth -= 1
+    return True
+
+
+def load_object(text: bytes, depth: int) -> dict[str, Any]:
+    """Parse a JSON object nested at most ``depth`` deep. Raises MalformedMessage."""
+    if not nesting_within(text, depth):
+        raise MalformedMessage(f"JSON nests deeper than {depth}")
+    try:
+        value = json.loads(str(text, "utf-8"))
+    except (ValueError, RecursionError):
+        raise MalformedMessage("a part is not JSON in UTF-8") from None
+    if not isinstance(value, dict):
+        raise MalformedMessage("a part is not a JSON object")
+    return value
+
+
+def parse_envelope(frames: Sequence[bytes], bounds: RelayBounds) -> Envelope:
+    """Decode the leading frames of a message. Raises MalformedMessage.
+
+    Header, parent header and metadata must be among ``frames``; the content may be missing.
+    """
+    try:
+        at = frames.index(DELIMITER)
+    except ValueError:
+        raise MalformedMessage("a message has no delimiter") from None
+    parts = frames[at + 1 :]
+    if len(parts) < 4:
+        raise MalformedMessage("a message lacks its header within the inspected part")
+    signature, header_raw, parent_raw, metadata_raw = parts[:4]
+    if len(header_raw) > bounds.header_bytes or len(parent_raw) > bounds.header_bytes:
+        raise MalformedMessage(f"a header is over {bounds.header_bytes} bytes")
+    header = load_object(header_raw, bounds.json_depth)
+    for name in ("msg_id", "msg_type"):
+        value = header.get(name)
+        if not isinstance(value, str) or not 0 < len(value) <= 256:
+            raise MalformedMessage(f"a header's {name} is not a text of 1 to 256 characters")
+    parent_id = ""
+    if len(parent_raw) > 2:  # not "" or "{}"
+        parent_id = load_object(parent_raw, bounds.json_depth).get("msg_id") or ""
+        if not isinstance(parent_id, str) or len(parent_id) > 256:
+            raise MalformedMessage("a parent header's msg_id is not a text of 256 characters")
+    content = parts[4] if len(parts) > 4 else None
+    return Envelope(signature, header, header_raw, parent_raw, parent_id, metadata_raw, content)
+
+
+def content_object(envelope: Envelope, bounds: RelayBounds) -> dict[str, Any]:
+    """Return the content, or an empty dict if it is absent or not a modest JSON object."""
+    if envelope.content is None:
+        return {}
+    try:
+        return load_object(envelope.content, bounds.json_depth * 4)
+    except MalformedMessage:
+        return {}
+
+
+class Signer:
+    """Jupyter's message signatures. An empty key means that messages are unsigned."""
+
+    def __init__(self, key: bytes, scheme: str) -> None:
+        """Raises ValueError for a scheme other than ``hmac-<hash of hashlib>``."""
+        prefix, _, name = scheme.partition("-")
+        if prefix != "hmac" or name not in hashlib.algorithms_available:
+            raise ValueError(f"signature_scheme: expected hmac-<hash>, got {scheme!r}")
+        self._mac = hmac.new(key, digestmod=name) if key else None
+
+    def sign(self, parts: Sequence[bytes]) -> bytes:
+        """Return the signature of header, parent header, metadata and content."""
+        if self._mac is None:
+            return b""
+        mac = self._mac.copy()
+        for part in parts:
+            mac.update(part)
+        return mac.hexdigest().encode()
+
+    def believable(self, envelope: Envelope) -> bool:
+        """Return whether a client would accept this: signed well, or too long to be checked."""
+        if envelope.content is None or self._mac is None:
+            return True
+        parts = (
+            envelope.header_raw,
+            envelope.parent_raw,
+            envelope.metadata_raw,
+            envelope.content,
+        )
+        return hmac.compare_digest(self.sign(parts), envelope.signature)

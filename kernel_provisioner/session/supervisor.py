@@ -1,0 +1,558 @@
+"""The supervisor: the host process that owns one session from start to teardown (spec A1, G, I).
+
+It owns the run clock, the guest, the relay, the watchdog, the receipt and the clean-up. It trusts
+the provisioner at the other end of its control socket and nothing that comes from the guest. If
+the provisioner's process goes away, the session ends; if this process is killed, the engine ends
+the guest and the write-ahead record tells a later sweep what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kernel_provisioner.engines.base import (
+    CHANNELS,
+    Engine,
+    Guest,
+    GuestExit,
+    GuestSpec,
+    Leftovers,
+    SourceMount,
+)
+from kernel_provisioner.engines.registry import get_engine
+from kernel_provisioner.errors import (
+    ENDS,
+    BackIntelError,
+    DeadlineReached,
+    Reason,
+    StartFailed,
+    WireError,
+)
+from kernel_provisioner.images.receipt import Image, check_receipt, load_image
+from kernel_provisioner.paths import StateDirs, guest_code_dir, private_dir
+from kernel_provisioner.processes import boot_id, identify
+from kernel_provisioner.profiles import Profile
+from kernel_provisioner.records import (
+    Record,
+    remove_record,
+    remove_socket_dir,
+    sweep,
+    update_leftovers,
+    write_record,
+)
+from kernel_provisioner.session.control import Control
+from kernel_provisioner.session.monitor import SessionMonitor
+from kernel_provisioner.session.receipt import Receipt, ended
+from kernel_provisioner.session.relay import Relay, RelayBounds
+from kernel_provisioner.session.telemetry import Telemetry
+
+BOOT_TIMEOUT_S = 60.0
+"""Most that one start phase may take; the run deadline may leave less."""
+NOTICE_TIMEOUT_S = 2.0
+"""How long undelivered error messages may hold up an end."""
+EXPORT_TIMEOUT_S = 60.0
+DESTROY_TIMEOUT_S = 5.0
+LINGER_S = 10.0
+"""After an end that nobody asked for: how long clients get answers and exports are possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The provisioner's request, parsed. Times are CLOCK_MONOTONIC seconds."""
+
+    session: str
+    kernel_id: str
+    previous: str | None
+    engine: str
+    engine_requested: str
+    profile: Profile
+    sources: tuple[Mapping[str, str], ...]
+    environment: Mapping[str, str]
+    key: str
+    signature_scheme: str
+    socket_dir: Path
+    dirs: StateDirs
+    started_at: float
+
+    @classmethod
+    def parse(cls, message: Mapping[str, Any]) -> Start:
+        """Raises StartFailed when a field is missing or of the wrong type."""
+        try:
+            return cls(
+                session=str(message["session"]),
+                kernel_id=str(message["kernel_id"]),
+                previous=message["previous"],
+                engine=str(message["engine"]),
+                engine_requested=str(message["engine_requested"]),
+                profile=Profile(**message["profile"]),
+                sources=tuple(message["sources"]),
+                environment=dict(message["environment"]),
+                key=str(message["key"]),
+                signature_scheme=str(message["signature_scheme"]),
+                socket_dir=Path(message["socket_dir"]),
+                dirs=StateDirs(*(Path(message["dirs"][n]) for n in ("data", "state", "runtime"))),
+                started_at=float(message["started_at"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StartFailed(f"the start request is malformed ({error}).") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why the session ends and what the person is told."""
+
+    reason: Reason
+    message: str
+    status: int | None = None
+
+
+class Supervisor:
+    """One session. ``run`` returns when nothing of it is left."""
+
+    def __init__(self, control: Control, start: Start) -> None:
+        self._control = control
+        self._start_request = start
+        self._engine: Engine = get_engine(start.engine)
+        self._guest: Guest | None = None
+        self._relay: Relay | None = None
+        self._telemetry: Telemetry | None = None
+        self._receipt = Receipt(start.session, start.kernel_id)
+        self._record: Record | None = None
+        self._staging: Path | None = None
+        self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._exports: asyncio.Queue[Path | None] = asyncio.Queue()
+        self._monitor = SessionMonitor(
+            start.profile, start.started_at, end=self._end, interrupt=self._interrupt
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def _remaining(self) -> float:
+        start = self._start_request
+        return start.started_at + start.profile.run_deadline_s - time.monotonic()
+
+    def _budget(self) -> float:
+        return min(BOOT_TIMEOUT_S, max(self._remaining(), 0.001))
+
+    async def _phase(self, name: str) -> None:
+        elapsed = time.monotonic() - self._start_request.started_at
+        self._receipt.timing(name, elapsed)
+        await self._control.send("phase", name=name, seconds=round(elapsed, 4))
+
+    async def _start(self) -> None:
+        """Bring the guest up; afterwards clients are bridged to it. Raises BackIntelError."""
+        start = self._start_request
+        await self._phase("supervisor")
+        facts = self._engine.verify()
+        image = load_image(start.dirs)
+        private_dir(start.dirs.runtime)
+        private_dir(start.socket_dir)
+        sources = await self._stage_sources()
+        spec = GuestSpec(
+            session=start.session,
+            profile=start.profile,
+            image_root=image.root,
+            guest_code=guest_code_dir(),
+            socket_dir=start.socket_dir,
+            sources=sources,
+            environment=start.environment,
+            backstop_s=max(self._remaining(), 0.0) + 10.0,
+        )
+        self._describe(facts, image)
+        self._write_record(self._engine.plan(spec))
+        await self._phase("verified")
+        self._guest = await self._engine.start(spec)
+        self._write_record(self._guest.leftovers)
+        self._relay = Relay(
+            client_paths={
+                name: start.socket_dir / f"h-{number}" for number, name in enumerate(CHANNELS, 1)
+            },
+            guest_paths=self._guest.channels,
+            key=start.key.encode(),
+            signature_scheme=start.signature_scheme,
+            monitor=self._monitor,
+            bounds=RelayBounds(),
+        )
+        self._monitor.attach(self._relay)
+        await self._relay.start()
+        # The tree is compared with its receipt while the guest boots (spec C4): what boots
+        # meanwhile is the interpreter in its sandbox, no user code and no client's message.
+        check = asyncio.create_task(asyncio.to_thread(check_receipt, image))
+        try:
+            attested = await self._guest.wait_attested(self._budget())
+            self._receipt.update(attested=dict(attested), limits=dict(self._guest.limits))
+            self._write_record(self._guest.leftovers)
+            await self._phase("attested")
+            await self._guest.release(self._connection(), self._budget())
+            await self._phase("kernel")
+            await asyncio.wait_for(check, self._budget())
+        finally:
+            check.cancel()
+        await self._phase("image")
+        self._telemetry = Telemetry(self._guest)
+        self._relay.open()
+        await self._phase("ready")
+
+    def _connection(self) -> dict[str, object]:
+        start = self._start_request
+        ports = {f"{name}_port": number for number, name in enumerate(CHANNELS, 1)}
+        return {"key": start.key, "signature_scheme": start.signature_scheme, **ports}
+
+    async def _stage_sources(self) -> tuple[SourceMount, ...]:
+        start = self._start_request
+        mounts = []
+        for source in start.sources:
+            path = Path(source["path"])
+            if source["kind"] == "sqlite":
+                from kernel_provisioner.sqlite_copy import stage_sqlite
+
+                if self._staging is None:
+                    self._staging = start.dirs.state / "staging" / start.session
+                    self._write_record(Leftovers(directories=(self._staging,)))
+                    self._staging.mkdir(mode=0o755, parents=True)
+                target = self._staging / path.name
+                await asyncio.to_thread(
+                    stage_sqlite, path, target, deadline=time.monotonic() + self._budget()
+                )
+                path = target
+            mounts.append(SourceMount(source["name"], path))
+        return tuple(mounts)
+
+    def _describe(self, facts: Any, image: Image) -> None:
+        start = self._start_request
+        self._receipt.update(
+            previous=start.previous,
+            backend=start.engine,
+            backend_requested=start.engine_requested,
+            isolation=self._engine.isolation,
+            engine={"name": facts.name, "version": facts.version, "digests": dict(facts.digests)},
+            image={"id": image.id, "source": image.source, "python": image.python},
+            profile=asdict(start.profile),
+            sources=[
+                {"name": s["name"], "kind": s["kind"], "path": s["path"]} for s in start.sources
+            ],
+        )
+
+    def _write_record(self, leftovers: Leftovers) -> None:
+        start = self._start_request
+        if self._staging is not None and self._staging not in leftovers.directories:
+            leftovers = Leftovers(
+                leftovers.processes, leftovers.cgroups, (*leftovers.directories, self._staging)
+            )
+        if self._record is None:
+            me = identify(os.getpid())
+            assert me is not None  # this process runs
+            self._record = Record(
+                session=start.session,
+                kernel_id=start.kernel_id,
+                engine=start.engine,
+                profile=start.profile.name,
+                boot=boot_id(),
+                supervisor=me,
+                socket_dir=start.socket_dir,
+                created=time.time(),
+                leftovers=leftovers,
+            )
+            write_record(start.dirs, self._record)
+        else:
+            self._record = update_leftovers(start.dirs, self._record, leftovers)
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _end(self, reason: Reason, *, status: int | None = None, **figures: object) -> None:
+        """Decide the end; the first reason wins."""
+        if not self._ending.done():
+            message = ENDS[reason].text.format(**figures)
+            self._ending.set_result(Ending(reason, message, status))
+
+    def _interrupt(self) -> None:
+        if self._guest is not None:
+            self._guest.signal(signal.SIGINT)
+
+    async def _read_control(self) -> None:
+        while True:
+            try:
+                message = await self._control.receive()
+            except WireError:
+                message = None
+            if message is None:
+                self._end(Reason.CLIENT_GONE)
+                self._exports.put_nowait(None)
+                return
+            match message.get("op"):
+                case "signal":
+                    self._client_signal(message.get("signum"))
+                case "shutdown":
+                    self._monitor.shutdown_expected = True
+                case "kill":
+                    self._end(Reason.SHUTDOWN)
+                case "close":
+                    self._end(Reason.SHUTDOWN)
+                    self._exports.put_nowait(None)
+                case "export":
+                    self._end(Reason.SHUTDOWN)
+                    self._exports.put_nowait(Path(str(message.get("destination"))))
+
+    def _client_signal(self, signum: object) -> None:
+        if self._guest is None or not isinstance(signum, int):
+            return
+        if signum in (signal.SIGKILL, signal.SIGTERM):
+            self._end(Reason.SHUTDOWN)
+        elif signum > 0:
+            self._guest.signal(signum)
+
+    async def _watch_guest(self) -> None:
+        assert self._guest is not None
+        guest_exit = await self._guest.wait()
+        self._end_of_guest(guest_exit)
+
+    def _end_of_guest(self, guest_exit: GuestExit) -> None:
+        """Find the reason; out of memory only with the kernel's own count of kills (spec G4)."""
+        sample = self._telemetry.take() if self._telemetry else None
+        status = guest_exit.status
+        killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        if killed and sample is not None and sample.oom_kills > 0:
+            self._end(
+                Reason.OUT_OF_MEMORY,
+                status=status,
+                limit_mib=self._start_request.profile.ram_bytes / 2**20,
+                peak_mib=sample.peak_memory_bytes / 2**20,
+            )
+        elif self._monitor.shutdown_expected:
+            self._end(Reason.SHUTDOWN, status=status)
+        elif status is None:
+            self._end(Reason.GUEST_LOST, how="its process is gone and left no status")
+        else:
+            self._end(Reason.KERNEL_CRASHED, status=status, how=describe_status(status))
+
+    # -- end -----------------------------------------------------------------------------------
+
+    async def _conclude(self, ending: Ending) -> None:
+        """Stop the guest, tell every waiting cell why, answer exports, then clean up."""
+        if self._telemetry:
+            self._telemetry.take()
+        if self._guest is not None:
+            self._guest.kill()
+        end = ENDS[ending.reason]
+        if self._relay is not None:
+            await self._relay.fail_pending(
+                ending.reason.value, ending.message, timeout=NOTICE_TIMEOUT_S
+            )
+        more = {"status": ending.status} if ending.status is not None else {}
+        self._receipt.update(ended=ended(ending.reason.value, end.kind, ending.message, **more))
+        await self._control.send_message(
+            {
+                "op": "ended",
+                "reason": ending.reason.value,
+                "class": end.kind,
+                "message": ending.message,
+                "exit_status": end.exit_status,
+                "status": ending.status,
+            }
+        )
+        await self._linger()
+
+    async def _linger(self) -> None:
+        """Serve exports until the owner closes, is gone, or has had time enough."""
+        while True:
+            try:
+                destination = await asyncio.wait_for(self._exports.get(), LINGER_S)
+            except TimeoutError:
+                return
+            if destination is None:
+                return
+            await self._export(destination)
+
+    async def _export(self, destination: Path) -> None:
+        from kernel_provisioner.artifacts.publish import publish
+        from kernel_provisioner.artifacts.tarstream import ExportLimits
+
+        try:
+            if self._guest is None:
+                raise StartFailed("there was no guest to export from.")
+            limits = ExportLimits(max_bytes=self._start_request.profile.artifacts_bytes)
+            deadline = time.monotonic() + EXPORT_TIMEOUT_S
+            with self._guest.artifacts() as stream:
+                artifacts = await asyncio.to_thread(
+                    publish, stream, destination, limits, deadline=deadline
+                )
+        except BackIntelError as error:
+            await self._control.send("export_failed", error=error.as_dict())
+            return
+        self._receipt.update(artifacts=[artifact.as_dict() for artifact in artifacts])
+        for artifact in artifacts:
+            await self._control.send("artifact", artifact=artifact.as_dict())
+        await self._control.send("exported", count=len(artifacts))
+
+    async def _teardown(self) -> None:
+        """Remove all; what cannot be removed stays recorded for a sweep and in the receipt."""
+        start = self._start_request
+        failures: list[str] = []
+        if self._relay is not None:
+            await self._relay.close()
+            self._receipt.update(relay=dict(self._relay.stats))
+        if self._telemetry is not None and self._telemetry.latest is not None:
+            self._receipt.update(
+                peak_memory_bytes=self._telemetry.peak_bytes,
+                peak_memory_method=self._telemetry.latest.peak_memory_method,
+                cpu_seconds=self._telemetry.latest.cpu_seconds,
+            )
+        self._receipt.update(cells=self._monitor.cell_counts())
+        if self._guest is not None:
+            failures += await self._guest.destroy(DESTROY_TIMEOUT_S)
+        if self._staging is not None:
+            import shutil
+
+            shutil.rmtree(self._staging, ignore_errors=True)
+        failures += remove_socket_dir(start.socket_dir)
+        self._receipt.update(leftovers=failures)
+        path = ""
+        try:
+            path = str(self._receipt.write(start.dirs.receipts))
+        except OSError as error:
+            print(f"backintel: no receipt written ({error.strerror})", file=sys.stderr)
+        if not failures:
+            remove_record(start.dirs, start.session)
+        await self._control.send("gone", receipt=path)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def _spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(job)
+        self._tasks.add(task)
+        return task
+
+    async def run(self) -> None:
+        """Start, serve, end, clean up."""
+        self._watch_owner()
+        self._spawn(self._read_control())
+        starting = asyncio.create_task(self._start())
+        waiting: set[asyncio.Future[Any]] = {starting, self._ending}
+        await asyncio.wait(
+            waiting,
+            timeout=max(self._remaining(), 0),
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        try:
+            failure = await self._settle_start(starting)
+            if failure is not None:
+                await self._fail(failure)
+            else:
+                await self._serve()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await self._teardown()
+
+    async def _settle_start(self, starting: asyncio.Task[None]) -> BackIntelError | None:
+        """Return why the start failed, or None if it did not."""
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            if self._ending.done():
+                return StartFailed(
+                    self._ending.result().message, phase="start", remedy="start the kernel again."
+                )
+            run_deadline = self._start_request.profile.run_deadline_s
+            return DeadlineReached(
+                f"the run deadline of {run_deadline:g} s passed before the sandbox was ready.",
+                phase="start",
+                remedy="give the run more time.",
+            )
+        error = starting.exception()
+        if error is None or isinstance(error, BackIntelError):
+            return error
+        if isinstance(error, TimeoutError):
+            return StartFailed("the guest did not answer in time.", phase="boot")
+        if isinstance(error, OSError):
+            return StartFailed(f"{error.strerror or error} ({error.filename}).", phase="start")
+        raise error
+
+    async def _fail(self, failure: BackIntelError) -> None:
+        if self._guest is not None:
+            self._guest.kill()
+        self._receipt.update(
+            ended=ended(
+                Reason.ENGINE_FAILED.value, "infrastructure", str(failure), code=failure.code
+            )
+        )
+        await self._control.send("failed", error=failure.as_dict())
+
+    async def _serve(self) -> None:
+        assert self._telemetry is not None
+        self._spawn(self._watch_guest())
+        self._spawn(self._telemetry.run())
+        self._monitor.arm()
+        await self._control.send("ready", timings=self._receipt.data["timings_ms"])
+        # Another session's remains are removed off the start-up path.
+        self._spawn(self._sweep())
+        await self._conclude(await self._ending)
+
+    async def _sweep(self) -> None:
+        await asyncio.to_thread(sweep, self._start_request.dirs)
+
+    def _watch_owner(self) -> None:
+        """End when the owner's process is gone, even if a fork of it kept the socket open."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            fd = os.pidfd_open(os.getppid())
+
+            def gone() -> None:
+                loop.remove_reader(fd)
+                self._end(Reason.CLIENT_GONE)
+                self._exports.put_nowait(None)
+
+            loop.add_reader(fd, gone)
+        loop.add_signal_handler(signal.SIGTERM, self._end, Reason.SHUTDOWN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def describe_status(status: int) -> str:
+    """Return ``exit status 3`` or ``signal SIGSEGV`` for a process status.
+
+    The engine's reaper reports a signal as 128 + its number, as shells do.
+    """
+    number = -status if status < 0 else status - 128
+    if status < 0 or status > 128:
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(number).name}"
+    return f"exit status {status}"
+
+
+async def supervise(sock: socket.socket) -> None:
+    """Serve one session over a control socket."""
+    control = Control(sock)
+    try:
+        async with asyncio.timeout(10):
+            message = await control.receive()
+        if message is None:
+            return
+        supervisor = Supervisor(control, Start.parse(message))
+    except (BackIntelError, TimeoutError) as error:
+        if isinstance(error, BackIntelError):
+            await control.send("failed", error=error.as_dict())
+        return
+    await supervisor.run()
+
+
+def main() -> None:
+    """Entry point: the control socket's fd number is the only argument."""
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    os.umask(0o077)
+    asyncio.run(supervise(sock))
+
+
+if __name__ == "__main__":
+    main()

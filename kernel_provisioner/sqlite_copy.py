@@ -1,0 +1,95 @@
+"""A consistent copy of a SQLite source (spec E2), made beside an active writer.
+
+The owner's database is opened read-only; nothing is written beside it and it is not checkpointed.
+Its content may be anybody's: only SQLite's own backup touches it, no statement of its schema runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from kernel_provisioner.errors import SourceRefused
+
+_LOCK_WAIT_S = 2.0
+"""How long to wait for a writer that commits just now, before the copy begins."""
+
+
+class _TooLate(Exception):
+    pass
+
+
+def stage_sqlite(database: Path, copy: Path, *, deadline: float | None = None) -> None:
+    """Make ``copy`` a consistent copy of a SQLite database (spec E2).
+
+    It is of one moment, also beside an active writer; the original is opened read-only and never
+    checkpointed. The copy gets mode 0444 and rollback journal mode, for a database in WAL mode
+    cannot be opened on a read-only mount. ``copy`` must be absent, in a directory that only this
+    process writes to; it is absent again after an error. ``deadline`` is in ``time.monotonic()``
+    seconds. Raises SourceRefused.
+    """
+
+    def tick(_status: int, _remaining: int, _total: int) -> None:
+        if deadline is not None and time.monotonic() >= deadline:
+            raise _TooLate
+
+    reason, remedy = "changed while it was copied", "run again when its writer has started."
+    try:
+        # A database in WAL mode without a log has no writer. Opened with mode=ro it would get new
+        # -wal and -shm files beside it; immutable leaves the directory untouched. Should a writer
+        # come meanwhile, its log or the changed file shows it and the copy is made again.
+        for _ in range(2):
+            before = _quiet(database)
+            options = "mode=ro&immutable=1" if before else "mode=ro"
+            _copy_database(f"file:{quote(str(database))}?{options}", copy, tick, _LOCK_WAIT_S)
+            if before is None or before == _quiet(database):
+                copy.chmod(0o444)
+                return
+            copy.unlink()
+    except _TooLate:
+        reason = "could not be copied before the deadline"
+        remedy = "stop its writers or allow more time."
+    except sqlite3.Error as error:
+        reason = f"cannot be copied as a SQLite database ({error})"
+        remedy = "open it once with its own program; it may be damaged, locked or half written."
+    except OSError as error:
+        reason = f"cannot be staged ({error.strerror})"
+        remedy = "check it, and the space in the product's state directory."
+    for leftover in (copy, Path(f"{copy}-journal")):
+        leftover.unlink(missing_ok=True)
+    raise SourceRefused(f"the database {str(database)!r} {reason}.", remedy=remedy)
+
+
+def _copy_database(
+    uri: str, copy: Path, tick: Callable[[int, int, int], None], lock_wait_s: float
+) -> None:
+    os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+    with (
+        closing(
+            sqlite3.connect(uri, uri=True, isolation_level=None, timeout=lock_wait_s)
+        ) as source,
+        closing(sqlite3.connect(copy, isolation_level=None)) as target,
+    ):
+        # A durable copy is not needed: it is deleted with the session.
+        target.execute("PRAGMA synchronous=OFF")
+        # An open read transaction pins one moment, so a writer cannot restart the backup.
+        source.execute("BEGIN")
+        source.execute("PRAGMA user_version").fetchone()
+        source.backup(target, pages=1024, progress=tick, sleep=0.02)
+        target.execute("PRAGMA journal_mode=DELETE").fetchone()
+
+
+def _quiet(database: Path) -> tuple[int, ...] | None:
+    """Return a stamp of a WAL-mode database that has no log, or None for any other."""
+    with database.open("rb") as file:
+        wal_mode = file.read(20)[18:20] == b"\x02\x02"  # SQLite file format, section 1.3.3
+        info = os.fstat(file.fileno())
+    log = Path(f"{database}-wal")
+    if not wal_mode or log.exists():
+        return None
+    return (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)

@@ -1,0 +1,260 @@
+"""What the relay's tests share: a real ipykernel behind a real relay, and a hostile guest.
+
+The relay runs on a loop in its own thread, as it runs in its own process in the product, so that
+blocking Jupyter clients can be used as people use them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.blocking.client import BlockingKernelClient
+from kernel_provisioner.session.relay import (
+    CHANNELS,
+    Forward,
+    Refuse,
+    Relay,
+    RelayBounds,
+    Request,
+)
+
+KEY = b"0b5a4c7e-test-key"
+SCHEME = "hmac-sha256"
+
+LAUNCHER = """
+import zmq
+from ipykernel.kernelapp import IPKernelApp
+class App(IPKernelApp):
+    def init_iopub(self, context):
+        context.setsockopt(zmq.SNDHWM, 0)
+        super().init_iopub(context)
+App.launch_instance()
+"""
+
+
+class RecordingMonitor:
+    """A real monitor that keeps what it was told and refuses what ``refuse`` says."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, ...]] = []
+        self.requests: list[Request] = []
+        self.refuse: Callable[[Request], Refuse | None] = lambda request: None
+        self.changed = threading.Condition()
+
+    def _note(self, *call: str) -> None:
+        with self.changed:
+            self.calls.append(call)
+            self.changed.notify_all()
+
+    def admit(self, request: Request) -> Forward | Refuse:
+        self.requests.append(request)
+        self._note("admit", request.msg_id, request.msg_type)
+        return self.refuse(request) or Forward()
+
+    def started(self, msg_id: str) -> None:
+        self._note("started", msg_id)
+
+    def replied(self, msg_id: str, status: str) -> None:
+        self._note("replied", msg_id, status)
+
+    def input_requested(self, msg_id: str) -> None:
+        self._note("input_requested", msg_id)
+
+    def input_replied(self, msg_id: str) -> None:
+        self._note("input_replied", msg_id)
+
+    def output_exceeded(self, msg_id: str, detail: str) -> None:
+        self._note("output_exceeded", msg_id, detail)
+
+    def violation(self, detail: str) -> None:
+        self._note("violation", detail)
+
+    def wait_for(self, *call: str, timeout: float = 10.0) -> tuple[str, ...]:
+        """Return the first call that begins with ``call``; fail after ``timeout`` seconds."""
+        with self.changed:
+            found: list[tuple[str, ...]] = []
+
+            def seen() -> bool:
+                found[:] = [entry for entry in self.calls if entry[: len(call)] == call]
+                return bool(found)
+
+            assert self.changed.wait_for(seen, timeout), f"{call} not in {self.calls}"
+            return found[0]
+
+    def kinds(self, kind: str) -> list[tuple[str, ...]]:
+        with self.changed:
+            return [entry for entry in self.calls if entry[0] == kind]
+
+
+class RelayThread:
+    """A relay on its own loop in its own thread."""
+
+    def __init__(self, directory: Path, *, bounds: RelayBounds | None = None, name: str = "") -> None:
+        self.monitor = RecordingMonitor()
+        self.client_paths = {c: directory / f"h{name}-{i}" for i, c in enumerate(CHANNELS, 1)}
+        self.guest_paths = {c: directory / f"g{name}-{i}" for i, c in enumerate(CHANNELS, 1)}
+        self.client_ip = str(directory / f"h{name}")
+        self.guest_ip = str(directory / f"g{name}")
+        self.relay = Relay(
+            client_paths=self.client_paths,
+            guest_paths=self.guest_paths,
+            key=KEY,
+            signature_scheme=SCHEME,
+            monitor=self.monitor,
+            bounds=bounds or RelayBounds(),
+        )
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.run(self.relay.start())
+
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float = 30.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        async def wrapped() -> Any:
+            return function()
+
+        return self.run(wrapped())
+
+    def open(self) -> None:
+        self.call(self.relay.open)
+
+    def stop(self) -> None:
+        self.run(self.relay.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+    def connection_info(self, ip: str) -> dict[str, Any]:
+        ports = {f"{channel}_port": i for i, channel in enumerate(CHANNELS, 1)}
+        return {
+            "transport": "ipc",
+            "ip": ip,
+            "key": KEY.decode(),
+            "signature_scheme": SCHEME,
+            **ports,
+        }
+
+    def client(self, *, ip: str | None = None) -> BlockingKernelClient:
+        client = BlockingKernelClient()
+        client.load_connection_info(self.connection_info(ip or self.client_ip))
+        client.start_channels()
+        return client
+
+
+class Kernel:
+    """A real ipykernel that listens on the guest's paths of a relay."""
+
+    def __init__(self, directory: Path, info: dict[str, Any], sockets: list[Path]) -> None:
+        launcher = directory / "launcher.py"
+        launcher.write_text(LAUNCHER)
+        connection = directory / f"guest-{time.monotonic_ns()}.json"
+        connection.write_text(json.dumps(info))
+        environment = {
+            **os.environ,
+            "IPYTHONDIR": str(directory / "ipython"),
+            "JPY_PARENT_PID": "1",
+            "HOME": str(directory),
+        }
+        with (directory / "kernel.err").open("wb") as errors:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(launcher),
+                    "-f",
+                    str(connection),
+                    "--HistoryManager.hist_file=:memory:",
+                ],
+                cwd=directory,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+        deadline = time.monotonic() + 60
+        while not all(path.exists() for path in sockets):
+            assert self.process.poll() is None, (directory / "kernel.err").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@contextmanager
+def short_directory() -> Iterator[Path]:
+    """A private directory with a short path: a socket's path has at most 107 bytes."""
+    directory = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def kernel_behind_relay(bounds: RelayBounds | None = None) -> Iterator[tuple[RelayThread, Kernel]]:
+    with short_directory() as directory:
+        relay = RelayThread(directory, bounds=bounds)
+        kernel = Kernel(
+            directory, relay.connection_info(relay.guest_ip), list(relay.guest_paths.values())
+        )
+        try:
+            relay.open()
+            yield relay, kernel
+        finally:
+            kernel.kill()
+            relay.stop()
+
+
+class HostileGuest:
+    """Listens where a kernel would and lets a test send any bytes on any channel."""
+
+    def __init__(self, relay: RelayThread) -> None:
+        self._listeners: dict[str, socket.socket] = {}
+        for channel, path in relay.guest_paths.items():
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(str(path))
+            listener.listen(8)
+            listener.settimeout(10)
+            self._listeners[channel] = listener
+        self.accepted: list[socket.socket] = []
+
+    def accept(self, channel: str) -> socket.socket:
+        sock, _ = self._listeners[channel].accept()
+        sock.settimeout(10)
+        self.accepted.append(sock)
+        return sock
+
+    def die(self) -> None:
+        for sock in [*self.accepted, *self._listeners.values()]:
+            sock.close()
+
+
+def connect(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(10)
+    sock.connect(str(path))
+    return sock
+
+
+def receive(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = sock.recv(count - len(data))
+        assert piece, f"end of file after {len(data)} of {count} bytes"
+        data += piece
+    return data

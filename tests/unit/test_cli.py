@@ -1,0 +1,218 @@
+"""The command line: parsing, exit statuses, JSON, and what it imports before it has to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from kernel_provisioner import __version__
+from kernel_provisioner.cli.main import build_parser, main
+from kernel_provisioner.cli.run import settings_of
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKINTEL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Path:
+    path = tmp_path / "n.ipynb"
+    nbformat.write(new_notebook(cells=[new_code_cell("1")]), path)
+    return path
+
+
+def _refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the message of a call that ends with status 2."""
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"backintel {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run"],
+        ["run", "--help"],
+        ["sandbox", "prepare", "--help"],
+        ["sandbox", "check", "--help"],
+        ["sandbox", "gc", "--help"],
+        ["kernel", "install", "--help"],
+        ["kernel", "uninstall", "--help"],
+        ["kernel", "list", "--help"],
+        ["sessions", "--help"],
+    ],
+)
+def test_the_exit_statuses_stand_in_the_help(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words[-1] != "--help":
+        assert main(words) == 2
+        return
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 0
+    assert "6 completed but export refused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["fly"], ["run", "n.ipynb", "--fly"], ["kernel", "install", "--user", "--prefix", "x"]],
+)
+def test_wrong_usage_is_status_2_and_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = _refused(words, capsys)
+    assert message.count("\n") == 1
+    assert "--help" in message
+
+
+def test_an_error_is_json_when_json_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "/nowhere.ipynb", "--json"]) == 2
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["schema"] == "backintel.error/1"
+    assert report["exit_status"] == 2
+    assert "'/nowhere.ipynb' does not exist" in report["error"]["message"]
+    assert "does not exist" in captured.err
+
+
+def test_only_what_was_typed_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    parse = build_parser().parse_args
+    assert settings_of(parse(["run", "n.ipynb"])) == {}
+    words = ["--profile", "large", "--cell-deadline", "2.5", "--source", "a=x/y"]
+    assert settings_of(parse(["run", "n.ipynb", *words])) == {
+        "profile": "large",
+        "cell_deadline": 2.5,
+        "sources": {"a": str(tmp_path / "x/y")},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--engine", "docker"], "docker"),
+        (["--profile", "huge"], "'huge' is not a profile"),
+        (["--source", "a"], "is not NAME=PATH"),
+        (["--source", "a=/srv", "--source", "a=/opt"], "two sources are named 'a'"),
+        (["--source", "a=/nowhere"], "does not exist"),
+        (["--param", "x"], "has no '='"),
+        (["--param", "a-b=1"], "is not a name"),
+        (["--cell-deadline", "-1"], "cell_deadline"),
+        (["--cell-deadline", "x"], "invalid float"),
+        (["--run-deadline", "nan"], "run_deadline"),
+    ],
+)
+def test_bad_words_of_run_are_refused_and_leave_nothing(
+    words: list[str],
+    reason: str,
+    notebook: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    assert reason in _refused(["run", str(notebook), "--out", str(out), *words], capsys)
+    assert not out.exists()
+
+
+def test_auto_without_a_proof_names_the_remedy(
+    notebook: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(notebook), "--engine", "auto"]) == 3
+    assert "backintel sandbox check --boot" in capsys.readouterr().err
+
+
+def test_without_an_image_run_names_prepare_and_leaves_nothing(
+    notebook: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["run", str(notebook), "--out", str(out)]) == 3
+    assert "backintel sandbox prepare" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_gc_and_sessions_without_any_session(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sandbox", "gc"]) == 0
+    assert capsys.readouterr().out == "nothing was left behind.\n"
+    assert main(["sandbox", "gc", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"schema": "backintel.gc/1", "done": []}
+    assert main(["sessions", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"schema": "backintel.sessions/1", "sessions": []}
+
+
+def test_an_internal_error_does_not_blame_the_notebook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kernel_provisioner.cli import sessions
+
+    def broken(_: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sessions, "sessions", broken)
+    assert main(["sessions"]) == 3
+    assert "internal error" in capsys.readouterr().err
+
+
+def test_help_and_listing_import_nothing_of_jupyter() -> None:
+    source = (
+        "import sys; from kernel_provisioner.cli.main import main; main(['sessions']);"
+        "print(sorted({m.partition('.')[0] for m in sys.modules}"
+        " & {'jupyter_client', 'nbformat', 'nbclient', 'zmq', 'traitlets', 'jsonschema'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_left_is_no_error() -> None:
+    source = (
+        "import sys; from kernel_provisioner.cli.main import main; sys.exit(main(['sessions']))"
+    )
+    readable, writable = os.pipe()
+    os.close(readable)
+    with subprocess.Popen(
+        [sys.executable, "-c", source], stdout=writable, stderr=subprocess.PIPE, text=True
+    ) as child:
+        os.close(writable)
+        _, errors = child.communicate(timeout=30)
+    assert child.returncode == 0
+    assert errors == ""
+
+
+def test_sigterm_unwinds_with_status_143() -> None:
+    source = (
+        "import sys, time; from kernel_provisioner.cli import sessions, main\n"
+        "def slow(options):\n"
+        "    try:\n"
+        "        print('ready', flush=True); time.sleep(60)\n"
+        "    finally:\n"
+        "        print('cleaned', flush=True)\n"
+        "sessions.sessions = slow; sys.exit(main.main(['sessions']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGTERM)
+        rest, _ = child.communicate(timeout=30)
+    assert (child.returncode, rest) == (143, "cleaned\n")

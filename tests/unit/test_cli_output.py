@@ -1,0 +1,81 @@
+"""What reaches a terminal: no control characters of strangers, progress on both kinds of stream."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernel_provisioner.cli.output import RunReporter, emit, first_line, printable
+
+
+@given(st.text())
+def test_nothing_but_printable_text_and_line_feeds_passes(text: str) -> None:
+    assert all(char == "\n" or char.isprintable() for char in printable(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]0;title\x07x", "x"),
+        ("\x1b]8;;http://h\x1b\\x", "x"),
+        ("\x9b31m", " 31m"),
+        ("a\rb", "a b"),
+        ("日本 é", "日本 é"),
+        ("\u202etxt", " txt"),
+    ],
+)
+def test_terminal_escapes_are_taken_out(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_long_text_is_cut() -> None:
+    assert printable("x" * 50, 10) == "x" * 9 + "…"
+
+
+def test_the_first_line_that_says_something() -> None:
+    assert first_line("\n%matplotlib inline\n  import x\n") == "import x"
+    assert first_line("") == ""
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    reporter = RunReporter(stream)
+    reporter.phase("verified", 0.1)
+    reporter.phase("ready", 0.5)
+    reporter.cell_started(1, 12, "x = 1")
+    reporter.cell_ended(1, 12, 1.25, "done")
+    reporter.cell_ended(2, 12, 0.0, "skipped")
+    assert stream.getvalue().splitlines() == [
+        "  start  verified 0.10 · ready 0.50 s",
+        "  cell  1/12  x = 1  done in 1.2 s",
+        "  cell  2/12  skipped in 0.0 s",
+    ]
+
+
+def test_a_terminal_gets_a_line_that_is_replaced() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    async def cell() -> str:
+        stream = Terminal()
+        reporter = RunReporter(stream)
+        reporter.cell_started(1, 2, "x = 1")
+        assert "cell 1/2  x = 1  0 s" in stream.getvalue()
+        reporter.cell_ended(1, 2, 0.5, "done")
+        return stream.getvalue()
+
+    assert asyncio.run(cell()).endswith("\r\x1b[2K  cell 1/2  x = 1  done in 0.5 s\n")
+
+
+def test_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({"schema": "x/1"})
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"schema": "x/1"}
+    assert captured.err == ""

@@ -1,0 +1,154 @@
+"""Kernelspecs: what is written, what is refused at install time, what is never touched."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+
+from kernel_provisioner import kernelspec
+from kernel_provisioner.cli.main import main
+from kernel_provisioner.errors import BackIntelError, ConfigError, SourceRefused, UsageError
+
+
+@pytest.fixture
+def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "prefix/share/jupyter"))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "user"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "prefix"
+
+
+def _config(path: Path) -> dict[str, object]:
+    spec = json.loads((path / "kernel.json").read_text())
+    config: dict[str, object] = spec["metadata"]["kernel_provisioner"]["config"]
+    return config
+
+
+def test_the_installed_kernel_is_found_by_jupyter(prefix: Path) -> None:
+    assert main(["kernel", "install", "--prefix", str(prefix)]) == 0
+    spec = KernelSpecManager().get_kernel_spec("backintel-sandbox")
+    assert spec.display_name == "BackIntel sandbox"
+    assert spec.language == "python"
+    assert spec.interrupt_mode == "signal"
+    assert spec.metadata["debugger"] is True
+    assert spec.metadata["kernel_provisioner"] == {
+        "provisioner_name": "backintel-provisioner",
+        "config": {"engine": "bwrap", "profile": "interactive"},
+    }
+
+
+def test_its_files_can_be_read_by_every_user(prefix: Path) -> None:
+    previous = os.umask(0o077)
+    try:
+        main(["kernel", "install", "--prefix", str(prefix)])
+    finally:
+        os.umask(previous)
+    path = prefix / "share/jupyter/kernels/backintel-sandbox"
+    modes = {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()}
+    assert modes == dict.fromkeys(
+        ("kernel.json", "logo-svg.svg", "logo-64x64.png", "logo-32x32.png"), 0o644
+    )
+    assert path.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_the_logos_have_the_size_that_jupyter_expects(size: int) -> None:
+    data = (Path(kernelspec.__file__).parent / "resources" / f"logo-{size}x{size}.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = (int.from_bytes(data[at : at + 4]) for at in (16, 20))
+    assert (width, height) == (size, size)
+
+
+def test_the_isolation_is_said(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["kernel", "install", "--prefix", str(prefix)])
+    assert "namespaces: weaker isolation" in capsys.readouterr().out
+
+
+def test_sources_are_stored_by_canonical_path(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir(mode=0o755)
+    (tmp_path / "data/a.csv").write_text("x")
+    (tmp_path / "link").symlink_to("data")
+    monkeypatch.chdir(tmp_path)
+    main(["kernel", "install", "--prefix", str(prefix), "--source", "sales=link"])
+    path = prefix / "share/jupyter/kernels/backintel-sandbox"
+    assert _config(path)["sources"] == {"sales": str((tmp_path / "data").resolve())}
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "reason"),
+    [
+        ({"engine": "auto"}, ConfigError, "command line"),
+        ({"engine": "docker"}, ConfigError, "docker"),
+        ({"engine": "smolvm"}, BackIntelError, "smolvm"),
+        ({"profile": "huge"}, ConfigError, "huge"),
+        ({"sources": {"x": "/etc"}}, SourceRefused, "/etc"),
+        ({"sources": {"x": "/nowhere"}}, SourceRefused, "does not exist"),
+        ({"sources": {"..": "/srv"}}, SourceRefused, "not allowed"),
+    ],
+)
+def test_what_could_not_start_is_refused_at_install_time(
+    prefix: Path, words: dict[str, object], kind: type[BackIntelError], reason: str
+) -> None:
+    given: dict[str, object] = {"engine": None, "profile": None, "sources": {}} | words
+    with pytest.raises(kind, match=reason):
+        kernelspec.build(**given)  # type: ignore[arg-type]
+
+
+def test_two_sources_of_one_name_are_refused(
+    prefix: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["kernel", "install", "--prefix", str(prefix)]
+    assert main([*words, "--source", "a=/srv", "--source", "a=/opt"]) == 2
+    assert "two sources are named 'a'" in capsys.readouterr().err
+    assert not prefix.exists()
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "", "A", "a b", "-x", "ä", "x" * 65])
+def test_bad_kernel_names_are_refused(prefix: Path, name: str) -> None:
+    spec = kernelspec.build(engine=None, profile=None, sources={})
+    with pytest.raises(UsageError, match="is not a kernel name"):
+        kernelspec.install(spec, name, kernelspec.Location(prefix=prefix))
+
+
+def test_a_kernel_of_another_maker_is_neither_replaced_nor_removed(prefix: Path) -> None:
+    other = prefix / "share/jupyter/kernels/theirs"
+    other.mkdir(parents=True)
+    (other / "kernel.json").write_text('{"argv": ["x"], "display_name": "T", "language": "R"}')
+    spec = kernelspec.build(engine=None, profile=None, sources={})
+    with pytest.raises(UsageError, match="did not install"):
+        kernelspec.install(spec, "theirs", kernelspec.Location(prefix=prefix))
+    with pytest.raises(UsageError, match="no kernel 'theirs' of this product"):
+        kernelspec.uninstall("theirs")
+    with pytest.raises(UsageError, match="no kernel 'theirs' of this product"):
+        kernelspec.uninstall("theirs", kernelspec.Location(prefix=prefix))
+    assert (other / "kernel.json").exists()
+
+
+def test_a_prefix_that_cannot_be_written_is_named(prefix: Path) -> None:
+    spec = kernelspec.build(engine=None, profile=None, sources={})
+    with pytest.raises(UsageError, match=r"cannot be installed into /proc/self/x"):
+        kernelspec.install(spec, "k", kernelspec.Location(prefix=Path("/proc/self/x")))
+
+
+def test_install_list_reinstall_and_uninstall(
+    prefix: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for profile in ("analysis", "benchmark"):
+        words = ["kernel", "install", "--user", "--name", "mine", "--profile", profile]
+        assert main(words) == 0
+    capsys.readouterr()
+    assert main(["kernel", "list", "--json"]) == 0
+    listing = json.loads(capsys.readouterr().out)
+    assert listing["schema"] == "backintel.kernels/1"
+    assert [(item["name"], item["profile"]) for item in listing["kernels"]] == [
+        ("mine", "benchmark")
+    ]
+    assert main(["kernel", "uninstall", "--name", "mine"]) == 0
+    assert kernelspec.installed() == []
+    assert main(["kernel", "uninstall", "--name", "mine"]) == 2

@@ -1,0 +1,176 @@
+"""Write-ahead records and the sweep: only what is provably ours is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
+from kernel_provisioner.paths import StateDirs
+from kernel_provisioner.processes import boot_id, identify, is_running, kill_and_wait
+from kernel_provisioner.records import (
+    Record,
+    is_live,
+    live_sessions,
+    read_record,
+    sweep,
+    write_record,
+)
+
+
+@pytest.fixture
+def dirs(tmp_path: Path) -> StateDirs:
+    return StateDirs(tmp_path / "data", tmp_path / "state", tmp_path / "run")
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def record(dirs: StateDirs, supervisor: ProcessIdentity, leftovers: Leftovers) -> Record:
+    made = Record(
+        session="0123456789abcdef",
+        kernel_id="k",
+        engine="bwrap",
+        profile="analysis",
+        boot=boot_id(),
+        supervisor=supervisor,
+        socket_dir=dirs.runtime / "s",
+        created=time.time(),
+        leftovers=leftovers,
+    )
+    write_record(dirs, made)
+    return made
+
+
+GONE = ProcessIdentity(os.getpid(), 1)  # right number, wrong start time
+
+
+def test_a_record_survives_the_file(dirs: StateDirs) -> None:
+    made = record(dirs, GONE, Leftovers((GONE,), (Path("/sys/fs/cgroup/x"),), (Path("/y"),)))
+    assert read_record(dirs.sessions / f"{made.session}.json") == made
+
+
+def test_a_pid_with_another_start_time_is_not_the_process() -> None:
+    me = identify(os.getpid())
+    assert me is not None and is_running(me)
+    assert not is_running(GONE)
+    assert kill_and_wait(GONE, 1.0), "a stranger with the same number counts as gone"
+
+
+def test_a_zombie_counts_as_gone() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    identity = ProcessIdentity(process.pid, 0)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert identify(process.pid) is None
+    assert not is_running(identity)
+    process.wait()
+
+
+def test_sweep_leaves_a_live_session_alone(
+    dirs: StateDirs, sleeper: subprocess.Popen[bytes]
+) -> None:
+    me, child = identify(os.getpid()), identify(sleeper.pid)
+    assert me and child
+    made = record(dirs, me, Leftovers((child,)))
+    assert is_live(made)
+    assert sweep(dirs) == []
+    assert live_sessions(dirs) == [made]
+    assert is_running(child)
+
+
+def test_sweep_kills_by_identity_removes_sockets_and_leaves_a_receipt(
+    dirs: StateDirs, sleeper: subprocess.Popen[bytes]
+) -> None:
+    child = identify(sleeper.pid)
+    assert child
+    staging = dirs.state / "staging" / "0123456789abcdef"
+    staging.mkdir(parents=True)
+    made = record(dirs, GONE, Leftovers((child,), (), (staging,)))
+    made.socket_dir.mkdir(parents=True)
+    (made.socket_dir / "h-1").touch()
+    lines = sweep(dirs)
+    assert lines == [f"session {made.session}: removed what its supervisor left"]
+    assert not is_running(child)
+    assert not made.socket_dir.exists() and not staging.exists()
+    receipt = json.loads((dirs.receipts / f"{made.session}.json").read_text())
+    assert receipt["ended"]["reason"] == "GuestLost"
+    assert sweep(dirs) == []
+
+
+def test_sweep_spares_a_stranger_that_has_a_recorded_number(
+    dirs: StateDirs, sleeper: subprocess.Popen[bytes]
+) -> None:
+    record(dirs, GONE, Leftovers((ProcessIdentity(sleeper.pid, 5),)))
+    sweep(dirs)
+    assert sleeper.poll() is None
+
+
+@pytest.mark.parametrize("path", ["/sys/fs/cgroup/memory/other", "/etc/0123456789abcdef"])
+def test_sweep_refuses_a_cgroup_that_is_not_the_sessions(dirs: StateDirs, path: str) -> None:
+    made = record(dirs, GONE, Leftovers(cgroups=(Path(path),)))
+    assert "left alone" in sweep(dirs)[0]
+    assert (dirs.sessions / f"{made.session}.json").exists(), "its identity is kept"
+
+
+def test_sweep_refuses_a_directory_that_is_not_the_sessions(
+    dirs: StateDirs, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    record(dirs, GONE, Leftovers(directories=(precious,)))
+    assert "left alone" in sweep(dirs)[0]
+    assert precious.exists()
+
+
+def test_a_socket_dir_of_a_live_session_is_kept(dirs: StateDirs) -> None:
+    made = record(dirs, GONE, Leftovers())
+    made.socket_dir.mkdir(parents=True)
+    me = identify(os.getpid())
+    assert me
+    again = Record(
+        session="fedcba9876543210",
+        kernel_id="k",
+        engine="bwrap",
+        profile="analysis",
+        boot=boot_id(),
+        supervisor=me,
+        socket_dir=made.socket_dir,
+        created=0.0,
+    )
+    write_record(dirs, again)
+    sweep(dirs)
+    assert made.socket_dir.exists()
+
+
+def test_a_record_of_another_boot_kills_nothing(
+    dirs: StateDirs, sleeper: subprocess.Popen[bytes]
+) -> None:
+    child = identify(sleeper.pid)
+    assert child
+    made = record(dirs, GONE, Leftovers((child,)))
+    path = dirs.sessions / f"{made.session}.json"
+    path.write_text(path.read_text().replace(made.boot, "another-boot"))
+    sweep(dirs)
+    assert is_running(child)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": "other"}'])
+def test_a_file_that_is_no_record_is_left_alone(dirs: StateDirs, text: str) -> None:
+    dirs.sessions.mkdir(parents=True)
+    path = dirs.sessions / "0123456789abcdef.json"
+    path.write_text(text)
+    assert sweep(dirs) == []
+    assert path.exists()

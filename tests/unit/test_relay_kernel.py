@@ -1,0 +1,305 @@
+"""A real ipykernel behind a real relay, used through real Jupyter clients (spec H2, H3, G4)."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from kernel_provisioner.session.relay import Refuse
+from relay_harness import Kernel, RelayThread, kernel_behind_relay
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[RelayThread, Kernel]]:
+    with kernel_behind_relay() as both:
+        yield both
+
+
+@pytest.fixture
+def relay(shared: tuple[RelayThread, Kernel]) -> RelayThread:
+    return shared[0]
+
+
+@pytest.fixture
+def client(relay: RelayThread) -> Iterator[BlockingKernelClient]:
+    client = relay.client()
+    client.wait_for_ready(timeout=60)
+    yield client
+    client.stop_channels()
+
+
+def finish(client: BlockingKernelClient, msg_id: str, timeout: float = 60) -> tuple[Any, list[Any]]:
+    """Return the reply and the iopub messages of a request up to its idle."""
+    outputs = []
+    deadline = time.monotonic() + timeout
+    while True:
+        message = client.get_iopub_msg(timeout=deadline - time.monotonic())
+        if message["parent_header"].get("msg_id") != msg_id:
+            continue
+        outputs.append(message)
+        if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+            break
+    while True:
+        reply = client.get_shell_msg(timeout=deadline - time.monotonic())
+        if reply["parent_header"].get("msg_id") == msg_id:
+            return reply, outputs
+
+
+def kinds(outputs: list[Any]) -> list[str]:
+    return [message["msg_type"] for message in outputs]
+
+
+def test_execute_is_reported_in_order(relay: RelayThread, client: BlockingKernelClient) -> None:
+    msg_id = client.execute("6 * 7")
+    reply, outputs = finish(client, msg_id)
+    assert reply["content"]["status"] == "ok"
+    assert kinds(outputs) == ["status", "execute_input", "execute_result", "status"]
+    assert outputs[2]["content"]["data"]["text/plain"] == "42"
+    relay.monitor.wait_for("replied", msg_id, "ok")
+    mine = [call[0] for call in relay.monitor.calls if call[1] == msg_id]
+    assert mine[0] == "admit"
+    assert sorted(mine) == ["admit", "replied", "started"]
+
+
+def test_error_status_is_reported(relay: RelayThread, client: BlockingKernelClient) -> None:
+    msg_id = client.execute("1/0")
+    reply, _ = finish(client, msg_id)
+    assert reply["content"]["ename"] == "ZeroDivisionError"
+    relay.monitor.wait_for("replied", msg_id, "error")
+
+
+def test_silent_and_subshell_are_told_to_the_monitor(
+    relay: RelayThread, client: BlockingKernelClient
+) -> None:
+    message = client.session.msg("create_subshell_request")
+    client.control_channel.send(message)
+    subshell = client.get_control_msg(timeout=30)["content"]["subshell_id"]
+    silent = client.execute("x = 1", silent=True)
+    client.get_shell_msg(timeout=30)
+    content = {"code": "y = 2", "silent": False, "store_history": False}
+    message = client.session.msg("execute_request", content)
+    message["header"]["subshell_id"] = subshell
+    client.shell_channel.send(message)
+    reply = client.get_shell_msg(timeout=30)
+    assert reply["content"]["status"] == "ok"
+    requests = {request.msg_id: request for request in relay.monitor.requests}
+    assert requests[silent].silent
+    assert not requests[silent].is_cell
+    there = requests[message["header"]["msg_id"]]
+    assert (there.subshell_id, there.channel, there.is_cell) == (subshell, "shell", True)
+
+
+def test_completion(client: BlockingKernelClient) -> None:
+    client.complete("impo", 4)
+    reply = client.get_shell_msg(timeout=30)
+    assert "import" in reply["content"]["matches"]
+
+
+def test_input_pauses_and_goes_on(relay: RelayThread, client: BlockingKernelClient) -> None:
+    msg_id = client.execute("print(input('name? '))", allow_stdin=True)
+    request = client.get_stdin_msg(timeout=30)
+    assert request["content"]["prompt"] == "name? "
+    relay.monitor.wait_for("input_requested", msg_id)
+    client.input("Ada")
+    reply, outputs = finish(client, msg_id)
+    assert reply["content"]["status"] == "ok"
+    assert any(m["content"].get("text") == "Ada\n" for m in outputs)
+    relay.monitor.wait_for("input_replied", msg_id)
+
+
+def test_heartbeat(client: BlockingKernelClient) -> None:
+    client.hb_channel.unpause()
+    deadline = time.monotonic() + 10
+    while not client.hb_channel.is_beating() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert client.hb_channel.is_beating()
+
+
+def test_refusal_is_answered_in_the_cell_and_the_guest_lives(
+    relay: RelayThread, client: BlockingKernelClient
+) -> None:
+    relay.monitor.refuse = lambda request: (
+        Refuse("CellLimitExceeded", "too many") if request.is_cell else None
+    )
+    try:
+        msg_id = client.execute("touched = True")
+        reply, outputs = finish(client, msg_id, 10)
+    finally:
+        relay.monitor.refuse = lambda request: None
+    assert reply["msg_type"] == "execute_reply"
+    assert reply["content"]["status"] == "error"
+    assert reply["content"]["ename"] == "CellLimitExceeded"
+    assert kinds(outputs) == ["error", "status"]
+    reply, _ = finish(client, client.execute("touched"))
+    assert reply["content"]["ename"] == "NameError"
+
+
+def test_large_refused_request_is_swallowed_whole(
+    relay: RelayThread, client: BlockingKernelClient
+) -> None:
+    relay.monitor.refuse = lambda request: Refuse("No", "no") if request.is_cell else None
+    try:
+        reply, _ = finish(client, client.execute("x = '" + "a" * 5_000_000 + "'"), 20)
+    finally:
+        relay.monitor.refuse = lambda request: None
+    assert reply["content"]["ename"] == "No"
+    reply, _ = finish(client, client.execute("1"))
+    assert reply["content"]["status"] == "ok"
+
+
+def test_large_code_passes(client: BlockingKernelClient) -> None:
+    reply, outputs = finish(client, client.execute("len('" + "a" * 3_000_000 + "')"))
+    assert reply["content"]["status"] == "ok"
+    assert any("3000000" in str(m["content"]) for m in outputs if m["msg_type"] == "execute_result")
+
+
+def test_100_mib_buffer_is_intact_both_ways(client: BlockingKernelClient) -> None:
+    code = """
+import hashlib
+def opened(comm, message):
+    comm.on_msg(lambda m: comm.send({"sha": hashlib.sha256(m["buffers"][0]).hexdigest()},
+                                    buffers=[m["buffers"][0]]))
+get_ipython().kernel.comm_manager.register_target("echo", opened)
+"""
+    finish(client, client.execute(code))
+    open_message = client.session.msg(
+        "comm_open", {"comm_id": "c1", "target_name": "echo", "data": {}}
+    )
+    client.shell_channel.send(open_message)
+    payload = hashlib.sha256(b"seed").digest() * (100 * 1024 * 1024 // 32)
+    message = client.session.msg("comm_msg", {"comm_id": "c1", "data": {}})
+    begin = time.monotonic()
+    client.session.send(client.shell_channel.socket, message, buffers=[payload])
+    while True:
+        got = client.get_iopub_msg(timeout=60)
+        if got["msg_type"] == "comm_msg":
+            break
+    print(f"100 MiB there and back: {time.monotonic() - begin:.2f} s")
+    assert got["content"]["data"]["sha"] == hashlib.sha256(payload).hexdigest()
+    assert bytes(got["buffers"][0]) == payload
+
+
+def test_comm_messages_end_with_idle(relay: RelayThread, client: BlockingKernelClient) -> None:
+    message = client.session.msg("comm_msg", {"comm_id": "unknown", "data": {}})
+    client.shell_channel.send(message)
+    relay.monitor.wait_for("replied", message["header"]["msg_id"], "idle")
+
+
+def test_20000_displays_to_a_stalled_subscriber_arrive_in_full(
+    relay: RelayThread, client: BlockingKernelClient
+) -> None:
+    code = "from IPython.display import display\nfor i in range(20000): display(i)"
+    msg_id = client.execute(code)
+    # Not reading iopub until the reply is here: 20,000 are more than any queue on the way holds.
+    reply = client.get_shell_msg(timeout=110)
+    assert reply["content"]["status"] == "ok"
+    seen = []
+    while True:
+        message = client.get_iopub_msg(timeout=60)
+        if message["parent_header"].get("msg_id") != msg_id:
+            continue
+        if message["msg_type"] == "display_data":
+            seen.append(int(message["content"]["data"]["text/plain"]))
+        elif message["content"].get("execution_state") == "idle":
+            break
+    assert seen == list(range(20000))
+
+
+def test_a_client_that_leaves_does_not_stop_the_observation(relay: RelayThread) -> None:
+    client = relay.client()
+    client.wait_for_ready(timeout=30)
+    msg_id = client.execute("import time; time.sleep(1)")
+    relay.monitor.wait_for("started", msg_id)
+    client.stop_channels()
+    relay.monitor.wait_for("replied", msg_id, "ok")
+
+
+def test_no_violation_in_ordinary_use(relay: RelayThread) -> None:
+    assert relay.monitor.kinds("violation") == []
+
+
+# ---- death
+
+
+def test_death_in_a_cell_is_told_to_it_and_to_the_queue() -> None:
+    with kernel_behind_relay() as (relay, kernel):
+        client = relay.client()
+        client.wait_for_ready(timeout=60)
+        running = client.execute("import time; print('begun', flush=True); time.sleep(600)")
+        queued = client.execute("1")
+        relay.monitor.wait_for("started", running)
+        kernel.kill()
+        begin = time.monotonic()
+        count = relay.run(
+            relay.relay.fail_pending("CellDeadlineExceeded", "ran too long", timeout=3)
+        )
+        assert time.monotonic() - begin < 1
+        assert count == 2
+        for msg_id in (running, queued):
+            reply, outputs = finish(client, msg_id, 5)
+            assert kinds(outputs)[-2:] == ["error", "status"]
+            assert outputs[-2]["content"]["ename"] == "CellDeadlineExceeded"
+            assert outputs[-2]["content"]["evalue"] == "ran too long"
+            assert reply["content"]["status"] == "error"
+            assert reply["content"]["traceback"] == ["CellDeadlineExceeded: ran too long"]
+        reply, outputs = finish(client, client.execute("2"), 5)  # linger
+        assert reply["content"]["ename"] == "CellDeadlineExceeded"
+        assert kinds(outputs) == ["error", "status"]
+        late = relay.client()  # a client that comes after the death
+        try:
+            msg_id = late.execute("3")
+            reply = late.get_shell_msg(timeout=5)
+            assert reply["parent_header"]["msg_id"] == msg_id
+            assert reply["content"]["ename"] == "CellDeadlineExceeded"
+        finally:
+            late.stop_channels()
+            client.stop_channels()
+
+
+def test_death_inside_a_large_frame_is_told_after_the_reconnect() -> None:
+    with kernel_behind_relay() as (relay, kernel):
+        client = relay.client()
+        client.wait_for_ready(timeout=60)
+        code = """
+from IPython.display import publish_display_data
+while True:
+    publish_display_data({'text/plain': 'x' * 20_000_000})
+"""
+        msg_id = client.execute(code)
+        relay.monitor.wait_for("started", msg_id)
+
+        def inside() -> bool:
+            return any(
+                entry._from_guest.streaming for entry in relay.relay._of("iopub")
+            )
+
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if relay.call(inside):
+                kernel.kill()
+                break
+        relay.run(relay.relay.fail_pending("GuestLost", "gone", timeout=5))
+        reply, outputs = finish(client, msg_id, 10)
+        assert reply["content"]["ename"] == "GuestLost"
+        assert kinds(outputs)[-2:] == ["error", "status"]
+        client.stop_channels()
+
+
+def test_connections_before_open_wait_and_then_work() -> None:
+    with kernel_behind_relay() as (relay, _):
+        second = RelayThread(relay.client_paths["shell"].parent, name="x")
+        second.relay._guest_paths = relay.guest_paths
+        client = second.client()
+        msg_id = client.kernel_info()
+        with pytest.raises(queue.Empty):
+            client.get_shell_msg(timeout=0.5)
+        second.open()
+        assert client.get_shell_msg(timeout=20)["parent_header"]["msg_id"] == msg_id
+        client.stop_channels()
+        second.stop()
+        assert not any(path.exists() for path in second.client_paths.values())
