@@ -265,7 +265,9 @@ class SandboxProvisioner(KernelProvisionerBase):
     def _resolve(self) -> Settings:
         manager = self.parent if isinstance(self.parent, SandboxKernelManager) else None
         # Traits hold kernelspec over traitlets configuration, as spec D5 orders them:
-        # jupyter_client passes the kernelspec's ``config`` as trait initialisers.
+        # jupyter_client passes the kernelspec's ``config`` as trait initialisers. The raw words
+        # come along so that an unknown key is refused and not dropped.
+        raw = self.kernel_spec.metadata.get("kernel_provisioner", {}).get("config", {})
         spec = {
             "engine": self.engine,
             "profile": self.profile,
@@ -278,7 +280,7 @@ class SandboxProvisioner(KernelProvisionerBase):
         return resolve_settings(
             command_line=manager.command_line if manager else {},
             environ=os.environ,
-            kernelspec={key: value for key, value in spec.items() if value is not None},
+            kernelspec={**raw, **{k: v for k, v in spec.items() if v is not None}},
             default_profile=manager.default_profile if manager else "interactive",
         )
 

@@ -85,7 +85,10 @@ class Progress(Protocol):
         """A cell was sent to the sandbox."""
 
     def cell_ended(self, number: int, total: int, seconds: float, state: str) -> None:
-        """A cell is over; state is ``done``, ``raised`` (as tagged), ``skipped`` or ``failed``."""
+        """A cell is over; state is ``done``, ``raised`` (as tagged), ``failed`` or ``stopped``."""
+
+    def cell_skipped(self, number: int, total: int, source: str) -> None:
+        """A cell is tagged so that it is not run."""
 
 
 @dataclass(frozen=True, slots=True)

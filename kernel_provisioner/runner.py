@@ -152,6 +152,8 @@ class _Run:
                 await self._until_stopped(self._publish(out))
         except _Stopped:
             self.result.exit_status = self._stop_status
+            text = "the run was ended by a signal; the notebook holds the outputs until then."
+            self.result.error = {"code": "stopped", "message": text, "remedy": ""}
         except _Incomplete as error:
             incomplete = error
         except BackIntelError as error:
@@ -228,7 +230,7 @@ class _Run:
         for number, index in enumerate(self.code, start=1):
             cell = self.notebook.cells[index]
             if notebooks.has_tag(cell, notebooks.SKIP_TAG):
-                self.progress.cell_ended(number, total, 0.0, "skipped")
+                self.progress.cell_skipped(number, total, cell.source)
                 self.result.cells_run += 1
                 continue
             self.progress.cell_started(number, total, cell.source)
@@ -238,6 +240,9 @@ class _Run:
                 state = await self._cell(client, cell, index)
             except _Incomplete:
                 self.result.failed_cell = number
+                raise
+            except asyncio.CancelledError:
+                state = "stopped"
                 raise
             finally:
                 self.progress.cell_ended(number, total, time.monotonic() - began, state)
@@ -287,7 +292,7 @@ class _Run:
         if ended is not None:
             self.result.ended = {
                 "reason": ended.get("reason"),
-                "class": ended.get("kind"),
+                "class": ended.get("class"),
                 "message": ended.get("message"),
             }
 

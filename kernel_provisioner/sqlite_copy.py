@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
 from kernel_provisioner.errors import SourceRefused
 
-_LOCK_WAIT_S = 2.0
-"""How long to wait for a writer that commits just now, before the copy begins."""
+_LOCK_WAIT_S = 30.0
+"""How long to wait for a moment between two commits, where no deadline is given."""
+_LOCK_RETRY_S = 0.002
+"""SQLite's own waiting backs off to 100 ms and so never meets the gap of a busy writer."""
 
 
 class _TooLate(Exception):
@@ -33,10 +34,7 @@ def stage_sqlite(database: Path, copy: Path, *, deadline: float | None = None) -
     process writes to; it is absent again after an error. ``deadline`` is in ``time.monotonic()``
     seconds. Raises SourceRefused.
     """
-
-    def tick(_status: int, _remaining: int, _total: int) -> None:
-        if deadline is not None and time.monotonic() >= deadline:
-            raise _TooLate
+    end = time.monotonic() + _LOCK_WAIT_S if deadline is None else deadline
 
     reason, remedy = "changed while it was copied", "run again when its writer has started."
     try:
@@ -46,7 +44,9 @@ def stage_sqlite(database: Path, copy: Path, *, deadline: float | None = None) -
         for _ in range(2):
             before = _quiet(database)
             options = "mode=ro&immutable=1" if before else "mode=ro"
-            _copy_database(f"file:{quote(str(database))}?{options}", copy, tick, _LOCK_WAIT_S)
+            _copy_database(
+                f"file:{quote(str(database))}?{options}", copy, end, bounded=deadline is not None
+            )
             if before is None or before == _quiet(database):
                 copy.chmod(0o444)
                 return
@@ -57,6 +57,12 @@ def stage_sqlite(database: Path, copy: Path, *, deadline: float | None = None) -
     except sqlite3.Error as error:
         reason = f"cannot be copied as a SQLite database ({error})"
         remedy = "open it once with its own program; it may be damaged, locked or half written."
+    except FileExistsError:
+        # Not ours, so not ours to remove.
+        raise SourceRefused(
+            f"the database {str(database)!r} cannot be staged: {str(copy)!r} exists.",
+            remedy="remove it.",
+        ) from None
     except OSError as error:
         reason = f"cannot be staged ({error.strerror})"
         remedy = "check it, and the space in the product's state directory."
@@ -65,23 +71,40 @@ def stage_sqlite(database: Path, copy: Path, *, deadline: float | None = None) -
     raise SourceRefused(f"the database {str(database)!r} {reason}.", remedy=remedy)
 
 
-def _copy_database(
-    uri: str, copy: Path, tick: Callable[[int, int, int], None], lock_wait_s: float
-) -> None:
+def _copy_database(uri: str, copy: Path, end: float, *, bounded: bool) -> None:
+    """Copy by SQLite's backup; ``end`` bounds waiting for locks, and if ``bounded`` copying too."""
+
+    def tick(_status: int, _remaining: int, _total: int) -> None:
+        if bounded and time.monotonic() >= end:
+            raise _TooLate
+
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
     with (
-        closing(
-            sqlite3.connect(uri, uri=True, isolation_level=None, timeout=lock_wait_s)
-        ) as source,
+        closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=0)) as source,
         closing(sqlite3.connect(copy, isolation_level=None)) as target,
     ):
         # A durable copy is not needed: it is deleted with the session.
         target.execute("PRAGMA synchronous=OFF")
-        # An open read transaction pins one moment, so a writer cannot restart the backup.
-        source.execute("BEGIN")
-        source.execute("PRAGMA user_version").fetchone()
+        _begin(source, end)
         source.backup(target, pages=1024, progress=tick, sleep=0.02)
         target.execute("PRAGMA journal_mode=DELETE").fetchone()
+
+
+def _begin(source: sqlite3.Connection, end: float) -> None:
+    """Open a read transaction: it pins one moment, so a writer cannot restart the backup."""
+    source.execute("BEGIN")
+    while True:
+        try:
+            source.execute("PRAGMA user_version").fetchone()
+        except sqlite3.OperationalError as error:
+            # The primary code is the low byte (https://sqlite.org/rescode.html).
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            if time.monotonic() >= end:
+                raise _TooLate from None
+            time.sleep(_LOCK_RETRY_S)
+        else:
+            return
 
 
 def _quiet(database: Path) -> tuple[int, ...] | None:

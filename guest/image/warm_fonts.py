@@ -4,6 +4,7 @@ Arguments: the image root as this process sees it (empty when it is the root), t
 receives the list. Only fonts of the image are listed, whatever the machine has.
 """
 
+import dataclasses
 import sys
 
 import matplotlib.font_manager as fonts
@@ -19,10 +20,13 @@ def image_fonts(fontpaths=None, fontext="ttf"):
 
 fonts.findSystemFonts = image_fonts
 manager = fonts.FontManager()
-for entries in (manager.ttflist, manager.afmlist):
-    for entry in entries:
-        if prefix and entry.fname.startswith(prefix + "/usr/share/"):
-            entry.fname = entry.fname.removeprefix(prefix)
-    entries.sort(key=lambda entry: (entry.fname, getattr(entry, "index", 0)))
+for name in ("ttflist", "afmlist"):
+    entries = [
+        dataclasses.replace(entry, fname=entry.fname.removeprefix(prefix))
+        if prefix and entry.fname.startswith(prefix + "/usr/share/")
+        else entry
+        for entry in getattr(manager, name)
+    ]
+    setattr(manager, name, sorted(entries, key=lambda entry: entry.fname.removeprefix(prefix)))
 fonts.json_dump(manager, f"{target}/fontlist-v{fonts.FontManager.__version__}.json")
 print(f"fonts: {len(manager.ttflist)}")

@@ -68,16 +68,21 @@ class RunReporter:
 
     def cell_started(self, number: int, total: int, source: str) -> None:
         """Show a running cell."""
-        self._running = (f"{_label(number, total)}  {first_line(source)}", time.monotonic())
+        self._running = (_label(number, total, source), time.monotonic())
         if self._live:
             self._tick()
 
     def cell_ended(self, number: int, total: int, seconds: float, state: str) -> None:
         """Show how a cell went."""
         self._clear()
-        title = self._running[0] if self._running else _label(number, total)
+        assert self._running is not None
+        title, _ = self._running
         self._running = None
         self._line(f"  {title}  {state} in {seconds:.1f} s")
+
+    def cell_skipped(self, number: int, total: int, source: str) -> None:
+        """Show a cell that is not run."""
+        self._line(f"  {_label(number, total, source)}  skipped")
 
     def _tick(self) -> None:
         assert self._running is not None
@@ -97,5 +102,5 @@ class RunReporter:
         self._stream.flush()
 
 
-def _label(number: int, total: int) -> str:
-    return f"cell {number:>{len(str(total))}}/{total}"
+def _label(number: int, total: int, source: str) -> str:
+    return f"cell {number:>{len(str(total))}}/{total}  {first_line(source)}"

@@ -62,7 +62,8 @@ def _tell(result: RunResult, stream: TextIO) -> None:
     if result.notebook:
         lines.append(f"notebook   {result.notebook}")
     if result.published:
-        lines.append(f"artifacts  {result.out / 'artifacts'} ({len(result.artifacts)} files)")
+        files = "1 file" if len(result.artifacts) == 1 else f"{len(result.artifacts)} files"
+        lines.append(f"artifacts  {result.out / 'artifacts'} ({files})")
     else:
         lines.append("artifacts  none published")
     if result.receipt:

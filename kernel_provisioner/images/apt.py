@@ -127,7 +127,7 @@ class Apt:
 
     @classmethod
     def create(cls, steps: Steps, home: Path, host: Distribution) -> Apt:
-        """Lay out ``home`` (absolute). Raises PrepareFailed if its path cannot be quoted for apt."""
+        """Lay out ``home`` (absolute). Raises PrepareFailed if apt could not read its path."""
         if not re.fullmatch(r"[\w./+@~:-]+", os.fspath(home)):
             raise PrepareFailed(
                 f"apt cannot work below {home}: the path has unusual characters.",

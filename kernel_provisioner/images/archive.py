@@ -179,7 +179,7 @@ def _oci(files: Mapping[str, Path], arch: str) -> tuple[dict[str, object], list[
 
 
 def _choose(manifests: list[object], arch: str) -> object:
-    """Pick the one manifest for this machine; those of other platforms and attestations fall out."""
+    """Pick the one manifest for this machine; other platforms and attestations fall out."""
     fits = []
     for item in manifests:
         platform = item.get("platform") if isinstance(item, dict) else None

@@ -1,4 +1,4 @@
-"""Builds the analysis image on a Debian or Ubuntu host: signed packages, hash-locked wheels, caches.
+"""Builds the image on a Debian or Ubuntu host: signed packages, hash-locked wheels, caches.
 
 Nothing is installed on the host. Programs of the image (its Python, fc-cache) run only to compile
 and to fill caches: as root in a chroot with uid 10001, no network and no view of the host's
@@ -193,7 +193,7 @@ class Inside:
 
     def run(self, program: Sequence[str], *, what: str, stdin: str = "") -> str:
         """Run ``program`` (its first item a path in the image) and return its output."""
-        env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "HOME": f"{self.prefix}/tmp"}
+        env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "HOME": "/nonexistent"}
         env |= {"PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": f"{self.prefix}/{_PLOT_CACHE}"}
         env |= {"OPENBLAS_NUM_THREADS": "1"}
         return self.steps.run(

@@ -104,7 +104,7 @@ def check_links(entries: Sequence[Entry]) -> None:
     for path, target in links.items():
         if escapes(path, links):
             raise ImageInvalid(
-                f"/{path[:200]} in the image is a link to {target[:200]!r}, which leaves the image.",
+                f"/{path[:200]} in the image links to {target[:200]!r}, which leaves the image.",
                 remedy="build the image with links that stay inside it.",
             )
 

@@ -1,4 +1,4 @@
-"""Steps of a preparation: what the person sees meanwhile, and child processes that cannot outlive it.
+"""Steps of a preparation: what the person sees, and child processes that cannot outlive it.
 
 Children are our own tools (apt-get, dpkg-deb, pip) and programs of the image being built. Their
 output may hold addresses with credentials; only its redacted tail reaches an error.
@@ -64,7 +64,7 @@ class Steps:
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """Announce a step, repeat it with the elapsed time while it lasts, and say when it ended."""
+        """Announce a step, repeat it with the elapsed time, and say when it ended."""
         began = time.monotonic()
         over = threading.Event()
 

@@ -220,7 +220,8 @@ class Supervisor:
                 if self._staging is None:
                     self._staging = start.dirs.state / "staging" / start.session
                     self._write_record(Leftovers(directories=(self._staging,)))
-                    self._staging.mkdir(mode=0o755, parents=True)
+                    # Private: a database below the owner's home must not become readable here.
+                    self._staging.mkdir(mode=0o700, parents=True)
                 target = self._staging / path.name
                 await asyncio.to_thread(
                     stage_sqlite, path, target, deadline=time.monotonic() + self._budget()
@@ -328,6 +329,13 @@ class Supervisor:
                 status=status,
                 limit_mib=self._start_request.profile.ram_bytes / 2**20,
                 peak_mib=sample.peak_memory_bytes / 2**20,
+            )
+        elif self._remaining() <= 0:
+            # The engine's own backstop fired before this stopped process could (spec G3).
+            self._end(
+                Reason.RUN_DEADLINE,
+                status=status,
+                seconds=self._start_request.profile.run_deadline_s,
             )
         elif self._monitor.shutdown_expected:
             self._end(Reason.SHUTDOWN, status=status)

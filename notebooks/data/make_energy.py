@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import datetime as dt
+import itertools
 import math
 import random
 import sys
@@ -62,7 +63,7 @@ def load(second: int, rng: random.Random) -> float:
 def weights(seconds: list[int]) -> list[int]:
     """Return for each reading twice the seconds that it stands for in the trapezoidal rule."""
     result = [0] * len(seconds)
-    for i, (a, b) in enumerate(zip(seconds, seconds[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(seconds)):
         if b - a <= MAX_GAP_S:
             result[i] += b - a
             result[i + 1] += b - a
@@ -91,7 +92,7 @@ def calibrate(watts: list[int], weight: list[int]) -> list[int]:
 
 def rows() -> list[tuple[str, str]]:
     """Return the lines of the file: as a meter's log is, not sorted and not clean."""
-    rng = random.Random(SEED)  # noqa: S311 - synthetic data
+    rng = random.Random(SEED)
     seconds = times(rng)
     raw = [load(second, rng) for second in seconds]
     weight = weights(seconds)

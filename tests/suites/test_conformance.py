@@ -9,7 +9,9 @@ import jupyter_kernel_test
 import pytest
 
 pytestmark = [
+    pytest.mark.sandbox,
     pytest.mark.usefixtures("installed_kernel"),
+    pytest.mark.may_skip("History range not supported"),
     # The suite closes no sockets and calls what jupyter_client deprecates.
     pytest.mark.filterwarnings("default"),
 ]
@@ -27,7 +29,10 @@ class TestConformance(jupyter_kernel_test.KernelTests):
     invalid_code_samples = ["import = 7q"]  # noqa: RUF012
     code_page_something = "zip?"
     code_generate_error = "raise"
-    code_execute_result = [{"code": "6*7", "result": "42"}]  # noqa: RUF012
+    code_execute_result = [  # noqa: RUF012
+        {"code": "1+2+3", "result": "6"},
+        {"code": "[n*n for n in range(1, 4)]", "result": "[1, 4, 9]"},
+    ]
     code_display_data = [  # noqa: RUF012
         {
             "code": "from IPython.display import HTML, display; display(HTML('<b>x</b>'))",
@@ -35,6 +40,8 @@ class TestConformance(jupyter_kernel_test.KernelTests):
         }
     ]
     code_history_pattern = "1?2*"
-    supported_history_operations = ("tail", "range", "search")
+    # As jupyter_kernel_test's own run of ipykernel has it: ipykernel answers `range` for the
+    # current session with session number 0, in a sandbox or not.
+    supported_history_operations = ("tail", "search")
     code_inspect_sample = "zip"
     code_clear_output = "from IPython.display import clear_output; clear_output()"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_client.blocking.client import BlockingKernelClient
+
 from kernel_provisioner.session.relay import (
     CHANNELS,
     Forward,
@@ -102,7 +103,9 @@ class RecordingMonitor:
 class RelayThread:
     """A relay on its own loop in its own thread."""
 
-    def __init__(self, directory: Path, *, bounds: RelayBounds | None = None, name: str = "") -> None:
+    def __init__(
+        self, directory: Path, *, bounds: RelayBounds | None = None, name: str = ""
+    ) -> None:
         self.monitor = RecordingMonitor()
         self.client_paths = {c: directory / f"h{name}-{i}" for i, c in enumerate(CHANNELS, 1)}
         self.guest_paths = {c: directory / f"g{name}-{i}" for i, c in enumerate(CHANNELS, 1)}

@@ -50,11 +50,11 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     reporter.phase("ready", 0.5)
     reporter.cell_started(1, 12, "x = 1")
     reporter.cell_ended(1, 12, 1.25, "done")
-    reporter.cell_ended(2, 12, 0.0, "skipped")
+    reporter.cell_skipped(2, 12, "!pip install x")
     assert stream.getvalue().splitlines() == [
         "  start  verified 0.10 · ready 0.50 s",
         "  cell  1/12  x = 1  done in 1.2 s",
-        "  cell  2/12  skipped in 0.0 s",
+        "  cell  2/12  !pip install x  skipped",
     ]
 
 

@@ -115,7 +115,9 @@ def test_auto_is_a_word_for_the_command_line_only(files: tuple[Path, Path]) -> N
 def test_engines_that_are_not() -> None:
     with pytest.raises(EngineUnavailable, match="not part of this version"):
         resolve(spec={"engine": "smolvm"})
-    with pytest.raises(ConfigError, match="'docker' \\(an engine of older set-ups\\) is not an eng"):
+    with pytest.raises(
+        ConfigError, match="'docker' \\(an engine of older set-ups\\) is not an eng"
+    ):
         resolve(spec={"engine": "docker"})
     with pytest.raises(ConfigError, match="Did you mean 'bwrap'"):
         resolve(spec={"engine": "bwarp"})
@@ -154,7 +156,10 @@ def test_engines_that_are_not() -> None:
         (OWN + "cpu = 1", "profiles.small.cpu: is not a known key. Did you mean 'cpus'"),
         (OWN.replace("cpus = 1", "cpus = 1.5"), "profiles.small.cpus: is 1.5; a whole number"),
         (OWN.replace("ram_mib = 512", "ram_mib = 64"), "profiles.small.ram_mib: is 64 MiB, but"),
-        (OWN.replace("run_deadline = 60", "run_deadline = 9"), "profiles.small.cell_deadline: is 3"),
+        (
+            OWN.replace("run_deadline = 60", "run_deadline = 9"),
+            "profiles.small.cell_deadline: is 3",
+        ),
         (OWN + "cells = 0", "profiles.small.cells: is 0"),
         ("cell_deadline = ", "is not TOML"),
         ('x = "\\ud800"', "is not TOML"),
@@ -280,7 +285,9 @@ def test_file_that_others_can_write_is_refused(files: tuple[Path, Path]) -> None
 
 def test_file_that_is_none(files: tuple[Path, Path]) -> None:
     files[0].mkdir()
-    with pytest.raises(ConfigError, match=r"user\.toml: is not a regular file|user\.toml: cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"user\.toml: is not a regular file|user\.toml: cannot be read"
+    ):
         resolve(files)
     os.mkfifo(files[1])
     with pytest.raises(ConfigError, match="not a regular file"):

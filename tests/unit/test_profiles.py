@@ -167,7 +167,12 @@ V2_MOUNTS = "30 20 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw
         (V2, V2_MOUNTS, {"user.slice/x/memory.max": "max", "user.slice/memory.max": "70"}, 70),
         (V2, V2_MOUNTS, {"user.slice/x/memory.max": "max"}, None),
         # A container without a cgroup namespace: the mount shows only its own group as root.
-        ("0::/docker/abc/in\n", V2_MOUNTS.replace(" / ", " /docker/abc "), {"in/memory.max": "5"}, 5),
+        (
+            "0::/docker/abc/in\n",
+            V2_MOUNTS.replace(" / ", " /docker/abc "),
+            {"in/memory.max": "5"},
+            5,
+        ),
         # Moved out of the namespace: only the mount's root can be read.
         ("0::/../other\n", V2_MOUNTS, {"memory.max": "9"}, 9),
         ("", "", {}, None),

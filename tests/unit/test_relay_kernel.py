@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
-from kernel_provisioner.session.relay import Refuse
 from relay_harness import Kernel, RelayThread, kernel_behind_relay
+
+from kernel_provisioner.session.relay import Refuse
 
 
 @pytest.fixture(scope="module")
@@ -274,9 +275,7 @@ while True:
         relay.monitor.wait_for("started", msg_id)
 
         def inside() -> bool:
-            return any(
-                entry._from_guest.streaming for entry in relay.relay._of("iopub")
-            )
+            return any(entry._from_guest.streaming for entry in relay.relay._of("iopub"))
 
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:

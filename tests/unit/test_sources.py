@@ -191,8 +191,20 @@ def test_device_elsewhere(csv: Path, dirs: StateDirs, home: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/etc", "/etc/passwd", "/proc", "/proc/self/environ", "/sys", "/dev", "/run", "/var"]
-    + ["/../", "/usr/../etc", "/var/run"],
+    [
+        "/",
+        "/etc",
+        "/etc/passwd",
+        "/proc",
+        "/proc/self/environ",
+        "/sys",
+        "/dev",
+        "/run",
+        "/var",
+        "/../",
+        "/usr/../etc",
+        "/var/run",
+    ],
 )
 def test_system_places(path: str, dirs: StateDirs, home: Path) -> None:
     message = refusal(path, dirs, home)
@@ -508,7 +520,7 @@ def test_staging_respects_its_deadline(place: Path) -> None:
 def test_staging_a_locked_database_ends(place: Path) -> None:
     connection = database(place / "x.db", "delete")
     connection.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(SourceRefused, match="locked|deadline"):
+    with pytest.raises(SourceRefused, match="before the deadline"):
         stage_sqlite(place / "x.db", place / "copy", deadline=time.monotonic() + 0.2)
     connection.close()
     assert not (place / "copy").exists()
@@ -521,3 +533,4 @@ def test_staging_never_overwrites(place: Path) -> None:
     with pytest.raises(SourceRefused, match="cannot be staged"):
         stage_sqlite(place / "x.db", place / "copy")
     assert target.read_bytes() == b"a,b\n1,2\n"
+    assert (place / "copy").is_symlink()

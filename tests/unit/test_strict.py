@@ -40,6 +40,14 @@ def test_a_skip_fails_where_skips_are_forbidden(
     assert "forbids that" in printed
 
 
+def test_a_stated_skip_passes(repository: Path, tmp_path: Path) -> None:
+    stated = "import pytest\npytestmark = pytest.mark.may_skip('no such tool')\n" + SKIPS["call"]
+    printed = _run(repository, tmp_path, stated, {"CI": "true"})
+    assert printed.startswith("exit 0"), printed
+    other = stated.replace("pytest.skip('no such tool'", "pytest.skip('another tool'")
+    assert not _run(repository, tmp_path, other, {"CI": "true"}).startswith("exit 0")
+
+
 def test_elsewhere_a_skip_is_a_skip(repository: Path, tmp_path: Path) -> None:
     printed = _run(repository, tmp_path, SKIPS["call"], {})
     assert printed.startswith("exit 0"), printed

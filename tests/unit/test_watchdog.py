@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from kernel_provisioner.errors import Reason
 from kernel_provisioner.session.watchdog import (
     Cancel,

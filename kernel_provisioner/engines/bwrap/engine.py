@@ -25,6 +25,7 @@ from kernel_provisioner.engines.bwrap.paths import channel_paths
 from kernel_provisioner.engines.bwrap.prepare import Ends, prepare
 from kernel_provisioner.engines.bwrap.scope import choose_scope
 from kernel_provisioner.errors import StartFailed
+from kernel_provisioner.processes import identify
 
 _LAUNCH_TIMEOUT_S = 15.0
 
@@ -79,7 +80,7 @@ async def _start(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Bwrap
             if pid == 0:
                 run_child(launch)
         # The child's ends are closed here now, so that its death shows as end of file.
-        identity = linux.identify(pid)
+        identity = identify(pid)
         monitor_fd = os.pidfd_open(pid)
         if identity is None:
             raise StartFailed("the launcher vanished.", phase="launch")
@@ -144,7 +145,7 @@ async def _through_the_gate(ends: Ends, output: OutputTail, deadline: float) -> 
     except (ValueError, KeyError, TypeError):
         output.drain()
         raise explain(output.text(), "bwrap ended", "launch") from None
-    child = linux.identify(pid)
+    child = identify(pid)
     if child is None:
         output.drain()
         raise explain(output.text(), "its process 1 ended", "launch")

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import stat
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from kernel_provisioner.engines.bwrap import attestation, cgroups, export, linux
 from kernel_provisioner.engines.bwrap.output import OutputTail, explain
 from kernel_provisioner.engines.bwrap.paths import channel_paths
 from kernel_provisioner.errors import AttestationFailed, StartFailed, WireError
+from kernel_provisioner.processes import identify, kill_and_wait
 
 _READ = 65536
 _NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
@@ -123,7 +123,7 @@ class BwrapGuest:
         ``pid`` is the sender as the kernel states it (SCM_CREDENTIALS), translated to the host.
         """
         held = self._held
-        identity = linux.identify(pid)
+        identity = identify(pid)
         fd = None if identity is None else linux.open_identity(identity)
         if identity is None or fd is None or linux.parent_pid(pid) != held.child.pid:
             if fd is not None:
@@ -337,16 +337,9 @@ def remove_leftovers(leftovers: Leftovers, timeout: float = 2.0) -> list[str]:
     Processes are killed only by identity and cgroups only by our prefix, so that neither a number
     nor a path that somebody else has since taken is touched. Blocks up to ``timeout`` seconds.
     """
-    deadline = time.monotonic() + timeout
+    deadline = waiting.deadline_in(timeout)
     left = []
-    for identity in leftovers.processes:
-        fd = linux.open_identity(identity)
-        if fd is None:
-            continue
-        try:
-            linux.pidfd_kill(fd, signal.SIGKILL)
-            if not waiting.ready(fd, max(0.0, deadline - time.monotonic())):
-                left.append(f"process {identity.pid}")
-        finally:
-            os.close(fd)
+    for process in leftovers.processes:
+        if not kill_and_wait(process, waiting.left(deadline)):
+            left.append(f"process {process.pid}")
     return left + remove_groups(leftovers.cgroups, deadline)

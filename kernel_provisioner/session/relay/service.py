@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
-import stat
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
-from kernel_provisioner.errors import StartFailed
-from kernel_provisioner.session.relay.endpoint import CHUNK
+from kernel_provisioner.session.relay.endpoint import CHUNK, listen
 from kernel_provisioner.session.relay.inject import Failure, Injector
 from kernel_provisioner.session.relay.inspect import (
     COMM_TYPES,
@@ -37,7 +34,6 @@ from kernel_provisioner.session.relay.zmtp import Head, ZmtpError
 from kernel_provisioner.session.watchdog import Refuse
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
-_MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes with the final zero
 _POLL_S = 0.004
 _OBITUARIES = 1024  # endings that are told to an iopub client who comes after the guest's death
 _AFTER_EXCESS = frozenset({"status", "error"})
@@ -102,7 +98,7 @@ class Relay:
         self._state = State.WAITING
         for channel in CHANNELS:
             path = self._client_paths[channel]
-            listener = _listen(path)
+            listener = listen(path)
             self._listeners.append((listener, path, path.lstat().st_ino))
             loop.add_reader(listener.fileno(), self._accept, listener, channel)
 
@@ -473,39 +469,3 @@ def _expects_end(msg_type: str) -> bool:
 def _add_bytes(totals: dict[str, int], connection: Connection) -> None:
     totals["client_bytes"] += connection.client.received
     totals["guest_bytes"] += connection.guest.received if connection.guest is not None else 0
-
-
-def _listen(path: Path) -> socket.socket:
-    """Return a listening socket at ``path``, mode 0600, replacing a stale socket of ours."""
-    if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
-        raise StartFailed(
-            f"the socket path {path} is longer than {_MAX_SOCKET_PATH} bytes.",
-            remedy="use a shorter run-time directory.",
-            phase="relay",
-        )
-    try:
-        info = path.lstat()
-    except FileNotFoundError:
-        pass
-    else:
-        if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
-            raise StartFailed(
-                f"{path} exists and is not a socket of this user.",
-                remedy="remove it.",
-                phase="relay",
-            )
-        path.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.setblocking(False)
-        listener.bind(str(path))
-        path.chmod(0o600)  # before listen: nobody connected meanwhile
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise StartFailed(
-            f"cannot listen on {path} ({error.strerror}).",
-            remedy="check the run-time directory.",
-            phase="relay",
-        ) from None
-    return listener

@@ -1,0 +1,116 @@
+"""``backintel run`` that is ended from outside: signals, and the loss of what it depends on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from kernel_provisioner.paths import state_dirs
+from kernel_provisioner.records import Record, live_sessions, sweep
+
+pytestmark = pytest.mark.sandbox
+
+COMMAND = [sys.executable, "-m", "kernel_provisioner.cli.main"]
+
+
+@contextmanager
+def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Record]]:
+    """Yield a run whose first cell is done and whose second one sleeps, and its record."""
+    notebook = tmp_path / "n.ipynb"
+    sources = ["print('first')", "print('second', flush=True)\nimport time; time.sleep(90)"]
+    nbformat.write(new_notebook(cells=[new_code_cell(source) for source in sources]), notebook)
+    command = [*COMMAND, "run", str(notebook), "--out", str(tmp_path / "out"), "--json"]
+    before = {record.session for record in live_sessions(state_dirs())}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stderr is not None
+            for line in child.stderr:
+                if "cell 1/2" in line:
+                    break
+            else:
+                pytest.fail(f"the run ended early: {child.communicate()}")
+            record = _record_of(child.pid, before)
+            yield child, record
+        finally:
+            child.kill()
+
+
+def _record_of(pid: int, before: set[str]) -> Record:
+    for record in live_sessions(state_dirs()):
+        stat = Path(f"/proc/{record.supervisor.pid}/stat").read_text()
+        if record.session not in before and int(stat.rpartition(")")[2].split()[1]) == pid:
+            return record
+    pytest.fail("the run has no session")
+
+
+def _report(child: subprocess.Popen[str]) -> dict[str, Any]:
+    printed, _ = child.communicate(timeout=30)
+    report: dict[str, Any] = json.loads(printed)
+    assert report["exit_status"] == child.returncode
+    return report
+
+
+def _gone(record: Record) -> bool:
+    left = list(Path("/sys/fs/cgroup").glob(f"**/*{record.session}*"))
+    processes = [
+        process
+        for process in (record.supervisor, *record.leftovers.processes)
+        if os.path.exists(f"/proc/{process.pid}")
+    ]
+    return not left and not processes and not record.socket_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("signum", "times", "status"),
+    [(signal.SIGINT, 1, 130), (signal.SIGTERM, 1, 143), (signal.SIGINT, 5, 130)],
+)
+def test_a_signal_ends_the_sandbox_and_saves_the_notebook(
+    tmp_path: Path, signum: signal.Signals, times: int, status: int
+) -> None:
+    with running(tmp_path) as (child, record):
+        for _ in range(times):
+            child.send_signal(signum)
+        report = _report(child)
+    assert child.returncode == status
+    assert report["cells"] == {"total": 2, "run": 1, "failed": None}
+    saved = nbformat.read(tmp_path / "out/n.ipynb", 4)
+    assert saved.cells[0].outputs[0].text == "first\n"
+    assert json.loads((tmp_path / "out/receipt.json").read_text())["run"]["exit_status"] == status
+    assert not (tmp_path / "out/artifacts").exists()
+    assert _gone(record)
+
+
+def test_a_killed_supervisor_is_the_infrastructures_failure(tmp_path: Path) -> None:
+    with running(tmp_path) as (child, record):
+        os.kill(record.supervisor.pid, signal.SIGKILL)
+        report = _report(child)
+    assert child.returncode == 3
+    assert report["error"]["code"] == "GuestLost"
+    saved = nbformat.read(tmp_path / "out/n.ipynb", 4)
+    assert [output.get("ename") for output in saved.cells[1].outputs][-1] == "GuestLost"
+    assert _gone(record)
+
+
+def test_a_killed_run_leaves_nothing_after_two_seconds_and_a_sweep(tmp_path: Path) -> None:
+    with running(tmp_path) as (child, record):
+        child.kill()
+        child.wait(timeout=10)
+        deadline = time.monotonic() + 2.0
+        while os.path.exists(f"/proc/{record.supervisor.pid}") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        sweep(state_dirs())
+        assert _gone(record)

@@ -1,0 +1,291 @@
+"""``backintel run`` end to end, in a real sandbox: what comes out, and how each end is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from kernel_provisioner.paths import state_dirs
+
+pytestmark = pytest.mark.sandbox
+
+COMMAND = [sys.executable, "-m", "kernel_provisioner.cli.main"]
+
+
+@dataclass
+class Run:
+    """A finished ``backintel run --json``."""
+
+    status: int
+    report: dict[str, Any]
+    progress: str
+    out: Path
+
+    @property
+    def cells(self) -> list[Any]:
+        """The executed notebook's code cells."""
+        return list(nbformat.read(self.out / "n.ipynb", 4).cells)
+
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """What DIR/receipt.json holds."""
+        data: dict[str, Any] = json.loads((self.out / "receipt.json").read_text())
+        return data
+
+    @property
+    def errors(self) -> list[str]:
+        """The names of all errors that the executed notebook shows."""
+        outputs = [output for cell in self.cells for output in cell.outputs]
+        return [output.ename for output in outputs if output.output_type == "error"]
+
+
+class Bench:
+    """Writes a notebook, runs it, and checks what must hold after every run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.notebook = directory / "n.ipynb"
+        self.out = directory / "out"
+
+    def write(self, *sources: str, tags: dict[int, str] | None = None, **metadata: Any) -> None:
+        """Write code cells; ``tags`` gives some of them a tag, by index."""
+        cells = [new_code_cell(source) for source in sources]
+        for index, tag in (tags or {}).items():
+            cells[index].metadata["tags"] = [tag]
+        nbformat.write(new_notebook(cells=cells, metadata=metadata), self.notebook)
+
+    def run(self, *words: str, **environ: str) -> Run:
+        """Run the notebook."""
+        done = subprocess.run(
+            [*COMMAND, "run", str(self.notebook), "--out", str(self.out), "--json", *words],
+            env=os.environ | environ,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        report = json.loads(done.stdout)
+        assert report["exit_status"] == done.returncode
+        run = Run(done.returncode, report, done.stderr, self.out)
+        nothing_is_left(report["session"], run)
+        return run
+
+
+def nothing_is_left(session: str, run: Run) -> None:
+    """Check that the session left no record, no cgroup, no process and no half-written file."""
+    assert run.receipt["leftovers"] == []
+    assert not (state_dirs().sessions / f"{session}.json").exists()
+    found = [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/*{session}*")]
+    assert found == []
+    assert {path.name for path in run.out.iterdir()} <= {"n.ipynb", "artifacts", "receipt.json"}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_a_notebook_on_a_source_gives_artifacts_and_a_receipt(bench: Bench, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.csv").write_text("1,2\n")
+    before = hashlib.sha256((data / "a.csv").read_bytes()).hexdigest()
+    for path in (data, data / "a.csv"):
+        path.chmod(0o755)
+    bench.write(
+        "factor = 1",
+        "rows = open('/sources/sales/a.csv').read().split(',')",
+        "total = factor * sum(map(int, rows))\nprint(total)",
+        "import json, pathlib\npathlib.Path('/artifacts/d').mkdir()\n"
+        "json.dump({'total': total}, open('/artifacts/d/found.json', 'w'))",
+        "raise ValueError('meant')",
+        "this is not Python",
+        tags={0: "parameters", 4: "raises-exception", 5: "skip-execution"},
+        kernelspec={"name": "conda-x", "display_name": "mine", "language": "python"},
+        backintel={
+            "requires": [
+                {
+                    "artifact": "d/found.json",
+                    "schema": {"properties": {"total": {"const": 30}}, "required": ["total"]},
+                }
+            ]
+        },
+    )
+    run = bench.run("--source", f"sales={data}", "--param", "factor=10")
+    assert run.status == 0
+    assert run.report["complete"]
+    assert run.report["cells"] == {"total": 7, "run": 7, "failed": None}
+    content = (run.out / "artifacts/d/found.json").read_bytes()
+    assert json.loads(content) == {"total": 30}
+    (artifact,) = run.receipt["artifacts"]
+    assert artifact["name"] == "d/found.json"
+    assert artifact["sha256"] == hashlib.sha256(content).hexdigest()
+    assert run.report["artifacts"] == [artifact]
+    assert run.cells[3].outputs[0].text == "30\n"
+    assert run.errors == ["ValueError"]
+    facts = run.receipt["run"]
+    assert facts["notebook_sha256"] == hashlib.sha256(bench.notebook.read_bytes()).hexdigest()
+    assert (
+        facts["executed_sha256"] == hashlib.sha256((run.out / "n.ipynb").read_bytes()).hexdigest()
+    )
+    assert (facts["complete"], facts["published"], facts["parameters"]) == (True, True, ["factor"])
+    assert run.receipt["profile"]["name"] == "analysis"
+    assert run.receipt["ended"]["reason"] == "Shutdown"
+    assert hashlib.sha256((data / "a.csv").read_bytes()).hexdigest() == before
+
+
+def test_a_failing_cell_ends_the_run_and_its_outputs_are_kept(bench: Bench) -> None:
+    bench.write("open('/artifacts/a.txt', 'w').write('x')", "print('before')\n1/0", "print('no')")
+    run = bench.run()
+    assert run.status == 1
+    assert run.report["cells"] == {"total": 3, "run": 1, "failed": 2}
+    assert run.errors == ["ZeroDivisionError"]
+    assert run.cells[1].outputs[0].text == "before\n"
+    assert run.cells[2].outputs == []
+    assert not (run.out / "artifacts").exists()
+    assert run.receipt["artifacts"] == []
+
+
+def test_a_cell_deadline_is_told_in_the_cell(bench: Bench) -> None:
+    bench.write("print('before', flush=True)\nwhile True: pass", "print('no')")
+    run = bench.run("--cell-deadline", "2")
+    assert run.status == 4
+    assert run.errors == ["CellDeadlineExceeded"]
+    assert run.cells[0].outputs[0].text == "before\n"
+    assert run.report["ended"]["reason"] == "CellDeadlineExceeded"
+    assert run.report["ended"]["class"] == "limit"
+    assert "cell deadline" in run.progress or "its deadline of 2 s" in run.progress
+
+
+def test_a_deadline_ends_also_a_cell_that_may_raise(bench: Bench) -> None:
+    bench.write("while True: pass", "print('no')", tags={0: "raises-exception"})
+    run = bench.run("--cell-deadline", "2")
+    assert (run.status, run.report["error"]["code"]) == (4, "CellDeadlineExceeded")
+    assert not (run.out / "artifacts").exists()
+
+
+def test_an_interrupted_cell_is_a_deadline_too(bench: Bench) -> None:
+    bench.write("import time; time.sleep(60)")
+    run = bench.run("--profile", "interactive", "--cell-deadline", "2")
+    assert run.status == 4
+    assert run.report["error"]["code"] == "CellDeadlineExceeded"
+
+
+def test_a_run_deadline_ends_the_run(bench: Bench) -> None:
+    bench.write("import time\nfor _ in range(60): time.sleep(1)")
+    run = bench.run("--run-deadline", "7")
+    assert run.status == 4
+    assert run.errors == ["RunDeadlineExceeded"]
+
+
+def test_a_kernel_that_kills_itself_is_the_notebooks_failure(bench: Bench) -> None:
+    bench.write("print('before', flush=True)", "import os; os.kill(os.getpid(), 9)")
+    run = bench.run()
+    assert run.status == 1
+    assert run.errors == ["KernelCrashed"]
+
+
+def test_too_much_memory_is_a_limit(bench: Bench) -> None:
+    bench.write("x = bytearray(3 << 30)")
+    run = bench.run()
+    assert run.status == 5
+    assert run.errors == ["OutOfMemory"]
+
+
+def test_the_41st_cell_is_refused(bench: Bench) -> None:
+    bench.write(*[str(number) for number in range(41)])
+    run = bench.run()
+    assert run.status == 5
+    assert run.errors == ["CellLimitExceeded"]
+    assert run.report["cells"] == {"total": 41, "run": 40, "failed": 41}
+
+
+@pytest.mark.parametrize("name", ["CellDeadlineExceeded", "CellLimitExceeded", "GuestLost"])
+def test_a_forged_reason_is_the_notebooks_failure(bench: Bench, name: str) -> None:
+    bench.write(f"class {name}(Exception): pass\nraise {name}('forged')")
+    run = bench.run()
+    assert run.status == 1
+    assert run.errors == [name]
+
+
+def test_a_notebook_without_code_is_not_complete(bench: Bench) -> None:
+    bench.write()
+    run = bench.run()
+    assert run.status == 1
+    assert run.report["error"]["code"] == "no_code_cells"
+    assert not (run.out / "artifacts").exists()
+
+
+@pytest.mark.parametrize(
+    ("requires", "reason"),
+    [
+        (["absent.png"], "requires the artifact 'absent.png'"),
+        ([{"artifact": "a.json", "schema": {"type": "array"}}], "breaks its schema"),
+    ],
+)
+def test_an_unmet_requirement_publishes_nothing(
+    bench: Bench, requires: list[Any], reason: str
+) -> None:
+    bench.write("open('/artifacts/a.json', 'w').write('{}')", backintel={"requires": requires})
+    run = bench.run()
+    assert run.status == 6
+    assert reason in run.report["error"]["message"]
+    assert not (run.out / "artifacts").exists()
+    assert run.receipt["artifacts"] == []
+    assert run.receipt["run"]["published"] is False
+
+
+def test_a_refused_artifact_publishes_nothing(bench: Bench) -> None:
+    bench.write("open('/artifacts/ok.txt', 'w').write('x')\nopen('/artifacts/x.exe', 'w')")
+    run = bench.run()
+    assert run.status == 6
+    assert "x.exe" in run.report["error"]["message"]
+    assert not (run.out / "artifacts").exists()
+
+
+def test_what_the_notebook_says_of_itself_changes_nothing(bench: Bench) -> None:
+    config = {"engine": "docker", "profile": "benchmark", "sources": {"etc": "/etc"}}
+    bench.write(
+        "import os\nprint(os.getcwd(), os.listdir('/sources'), os.environ.get('CANARY'))",
+        backintel=config,
+        kernel_provisioner={"provisioner_name": "local-provisioner", "config": config},
+        kernelspec={"name": "python3", "display_name": "x", "language": "python", "env": config},
+    )
+    bench.notebook.parent.chmod(0o700)
+    run = bench.run(CANARY="seen")
+    assert run.status == 0
+    assert run.cells[0].outputs[0].text == "/workspace [] None\n"
+    assert run.receipt["profile"]["name"] == "analysis"
+    assert "seen" not in (run.out / "receipt.json").read_text()
+
+
+def test_progress_on_a_terminal_is_one_line_that_changes(bench: Bench) -> None:
+    bench.write("import time; time.sleep(1.2)")
+    leader, follower = pty.openpty()
+    command = [*COMMAND, "run", str(bench.notebook), "--out", str(bench.out)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=follower) as child:
+        os.close(follower)
+        shown = b""
+        while True:
+            try:
+                chunk = os.read(leader, 65536)
+            except OSError:  # EIO: the other end is closed
+                break
+            if not chunk:
+                break
+            shown += chunk
+        assert child.wait(timeout=60) == 0
+    os.close(leader)
+    assert b"cell 1/1  import time; time.sleep(1.2)  0 s" in shown
+    assert b"cell 1/1  import time; time.sleep(1.2)  1 s" in shown
+    assert b"done in 1." in shown
