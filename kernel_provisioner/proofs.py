@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,15 @@ class ProofKey:
     device: str
     digest: str
 
+    def as_dict(self) -> dict[str, str]:
+        """Return the JSON form."""
+        return {
+            "engine": self.engine,
+            "boot": self.boot,
+            "device": self.device,
+            "digest": self.digest,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -63,7 +72,7 @@ def store(dirs: StateDirs, key: ProofKey, phases: Mapping[str, float]) -> Path:
     dirs.proofs.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = dirs.proofs / f"{key.engine}.json"
     write_json(
-        path, {"schema": SCHEMA, **asdict(key), "phases_s": dict(phases), "made": time.time()}
+        path, {"schema": SCHEMA, **key.as_dict(), "phases_s": dict(phases), "made": time.time()}
     )
     return path
 
@@ -77,7 +86,7 @@ def is_valid(dirs: StateDirs, key: ProofKey) -> bool:
         return False
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         return False
-    return all(data.get(name) == value for name, value in asdict(key).items())
+    return all(data.get(name) == value for name, value in key.as_dict().items())
 
 
 def resolve_auto(

@@ -45,6 +45,8 @@ from kernel_provisioner.records import sweep
 
 START_SLACK_S = 5.0
 """Beyond the run deadline: how long the supervisor may take to report that it was reached."""
+KILL_TIMEOUT_S = 4.0
+"""How long a kill may take, waiting cells told included: jupyter_client waits 5 s afterwards."""
 CLOSE_TIMEOUT_S = 8.0
 """How long an orderly teardown may take before the supervisor is killed."""
 EXPORT_TIMEOUT_S = 90.0
@@ -198,8 +200,15 @@ class SandboxProvisioner(KernelProvisionerBase):
             await self._tell("signal", signum=int(signum))
 
     async def kill(self, restart: bool = False) -> None:
-        """Kill the guest."""
+        """Kill the guest; if the supervisor hangs, kill that, and the guest dies with it."""
         await self._tell("kill")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                while await self.poll() is None:
+                    await asyncio.sleep(0.01)
+                return
+        if self._process is not None:
+            self._process.kill()
 
     async def terminate(self, restart: bool = False) -> None:
         """End the guest; there is nothing gentler left to try when this is called."""

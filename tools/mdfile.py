@@ -35,9 +35,9 @@ class Block:
 
 
 def documents() -> list[Path]:
-    """Return the repository's Markdown files: those at its root, docs/ and guest/docs/."""
-    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("guest/docs/**/*.md")]
-    return sorted(found)
+    """Return the repository's Markdown files: at its root and below docs, guest and notebooks."""
+    below = ("docs", "guest", "notebooks")
+    return sorted([*ROOT.glob("*.md"), *(p for name in below for p in (ROOT / name).rglob("*.md"))])
 
 
 def blocks(text: str) -> Iterator[Block]:

@@ -21,19 +21,20 @@ def install(options: argparse.Namespace) -> int:
     sources = {name: os.path.abspath(path) for name, path in parse_sources(options.source).items()}
     spec = kernelspec.build(engine=options.engine, profile=options.profile, sources=sources)
     location = _location(options) or kernelspec.Location.default()
-    path = kernelspec.install(spec, options.name, location)
+    name = options.name or kernelspec.KERNEL_NAME
+    path = kernelspec.install(spec, name, location)
     isolation = get_engine(options.engine or DEFAULT_ENGINE).isolation
     if options.json:
         emit({"schema": SCHEMA, "installed": str(path), "isolation": isolation, "spec": spec})
     else:
-        print(f"installed {kernelspec.DISPLAY_NAME!r} as {options.name} in {path}")
+        print(f"installed {kernelspec.DISPLAY_NAME!r} as {name} in {path}")
         print(f"isolation {isolation}")
     return EXIT_DONE
 
 
 def uninstall(options: argparse.Namespace) -> int:
     """Remove the kernelspec."""
-    path = kernelspec.uninstall(options.name, _location(options))
+    path = kernelspec.uninstall(options.name or kernelspec.KERNEL_NAME, _location(options))
     if options.json:
         emit({"schema": SCHEMA, "removed": str(path)})
     else:
@@ -72,3 +73,6 @@ def _location(options: argparse.Namespace) -> kernelspec.Location | None:
     if options.sys_prefix:
         return kernelspec.Location(prefix=Path(sys.prefix))
     return kernelspec.Location(prefix=options.prefix) if options.prefix else None
+
+
+COMMANDS = {"install": install, "uninstall": uninstall, "list": show}

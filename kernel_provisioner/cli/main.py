@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> _Parser:
-    """Return the parser; each leaf sets ``handler``, ``module.function`` below this package."""
+    """Return the parser; each leaf sets ``handler``: ``module.word`` of that module's COMMANDS."""
     parser = _Parser(
         prog="backintel",
         description="Run notebooks in a bounded, offline sandbox.",
@@ -115,7 +115,7 @@ def _add_sandbox(commands: Commands) -> None:
     check.add_argument("--boot", action="store_true", help="boot a sandbox and remember the proof")
     check.add_argument("--deep", action="store_true", help="digest every file of image and engine")
     _add_json(check)
-    collect = _leaf(group, "gc", "sandbox.collect", "remove what killed sessions left")
+    collect = _leaf(group, "gc", "sandbox.gc", "remove what killed sessions left")
     _add_json(collect)
 
 
@@ -130,7 +130,7 @@ def _add_kernel(commands: Commands) -> None:
     uninstall = _leaf(group, "uninstall", "kernel.uninstall", "remove the kernel")
     _add_location(uninstall)
     _add_json(uninstall)
-    _add_json(_leaf(group, "list", "kernel.show", "list the kernels that are installed"))
+    _add_json(_leaf(group, "list", "kernel.list", "list the kernels that are installed"))
 
 
 def _add_location(parser: argparse.ArgumentParser) -> None:
@@ -138,17 +138,16 @@ def _add_location(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--user", action="store_true", help="for this user")
     place.add_argument("--sys-prefix", action="store_true", help="in this Python environment")
     place.add_argument("--prefix", type=Path, metavar="P", help="below this prefix")
-    parser.add_argument("--name", default="backintel-sandbox", metavar="N", help="kernel name")
+    parser.add_argument("--name", metavar="N", help="kernel name, by default backintel-sandbox")
 
 
 def _handler(dotted: str) -> Callable[[argparse.Namespace], int]:
     from importlib import import_module
 
-    module, function = dotted.split(".")
-    handler: Callable[[argparse.Namespace], int] = getattr(
-        import_module(f"kernel_provisioner.cli.{module}"), function
-    )
-    return handler
+    module, word = dotted.split(".")
+    commands: Mapping[str, Callable[[argparse.Namespace], int]]
+    commands = import_module(f"kernel_provisioner.cli.{module}").COMMANDS
+    return commands[word]
 
 
 def _terminate(signum: int, frame: object) -> None:

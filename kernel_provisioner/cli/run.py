@@ -69,3 +69,6 @@ def _tell(result: RunResult, stream: TextIO) -> None:
     if result.receipt:
         lines.append(f"receipt    {result.receipt}")
     stream.write("\n".join(printable(line) for line in lines) + "\n")
+
+
+COMMANDS = {"run": run}

@@ -87,3 +87,6 @@ def collect(options: argparse.Namespace) -> int:
     else:
         print("\n".join(lines) or "nothing was left behind.")
     return EXIT_DONE
+
+
+COMMANDS = {"prepare": prepare, "check": check, "gc": collect}

@@ -39,3 +39,6 @@ def sessions(options: argparse.Namespace) -> int:
     if not live:
         print("no sandbox is running.")
     return EXIT_DONE
+
+
+COMMANDS = {"sessions": sessions}

@@ -135,10 +135,18 @@ class Apt:
             )
         for part in ("state", "lists/partial", "cache/archives/partial", "log"):
             (home / part).mkdir(parents=True, exist_ok=True)
+        # apt's own user checks signatures with files here; the caller's TMPDIR may be closed to it.
+        scratch = home / "tmp"
+        scratch.mkdir(exist_ok=True)
+        scratch.chmod(0o1777)
         (home / "status").touch()
         (home / "preferences").write_text(_PREFERENCES.format(origin=host.origin))
-        (home / "apt.conf").write_text(_CONFIG.format(home=home))
+        config = _CONFIG.format(home=home)
+        if not all(path.stat().st_mode & 0o001 for path in (home, *home.parents)):
+            config += 'APT::Sandbox::User "root";\n'  # its own user could not reach the lists
+        (home / "apt.conf").write_text(config)
         env = {**os.environ, "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
+        env["TMPDIR"] = str(scratch)
         return cls(steps, home, env)
 
     def _apt_get(self, *arguments: str, what: str) -> str:

@@ -92,12 +92,8 @@ def import_archive(
     return Imported(python, arch)
 
 
-def _unpack_outer(steps: Steps, archive: Path, target: Path) -> Mapping[str, Path]:
-    """Copy the archive's files to numbered ones and return them by their names inside it."""
-    target.mkdir()
-    found: dict[str, Path] = {}
-    links: dict[str, str] = {}
-    budget = Budget(bytes_left=_MAX_STREAM, entries_left=20_000)
+def open_archive(archive: Path) -> BinaryIO:
+    """Open an archive for reading. Raises PrepareFailed if it is missing or not a plain file."""
     try:
         fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -105,9 +101,19 @@ def _unpack_outer(steps: Steps, archive: Path, target: Path) -> Mapping[str, Pat
             f"the image archive {archive} cannot be opened ({error.strerror}).",
             remedy="give the path of a readable file.",
         ) from None
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise PrepareFailed(f"the image archive {archive} is not a file.", remedy=REMEDY)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise PrepareFailed(f"the image archive {archive} is not a file.", remedy=REMEDY)
+    return os.fdopen(fd, "rb")
+
+
+def _unpack_outer(steps: Steps, archive: Path, target: Path) -> Mapping[str, Path]:
+    """Copy the archive's files to numbered ones and return them by their names inside it."""
+    target.mkdir()
+    found: dict[str, Path] = {}
+    links: dict[str, str] = {}
+    budget = Budget(bytes_left=_MAX_STREAM, entries_left=20_000)
+    with open_archive(archive) as file:
         try:
             with tarfile.open(fileobj=file, mode="r|*", tarinfo=BoundedTarInfo) as tar:
                 while (entry := tar.next()) is not None:

@@ -1,8 +1,9 @@
 """Builds the image on a Debian or Ubuntu host: signed packages, hash-locked wheels, caches.
 
 Nothing is installed on the host. Programs of the image (its Python, fc-cache) run only to compile
-and to fill caches: as root in a chroot with uid 10001, no network and no view of the host's
-processes; as a user with the user's own rights, through the image's own dynamic linker.
+and to fill caches, in namespaces with the image as their root and no network: as uid 10001 if we
+are root, as ourselves otherwise. Where users may not make namespaces, the image's own dynamic
+linker starts them.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def build(steps: Steps, *, staging: Path, root: Path, guest: Path) -> Built:
         (root / site).parent.mkdir(parents=True, exist_ok=True)
         os.rename(staging / "wheels", root / site)
         tree.strip(root, apt.read_list(recipe / "strip.txt"))
+        wheels.settle(root / site, root / _CERTIFICATES)
         _add_what_scripts_would(root)
         tree.relativize_links(root)
         tree.drop_dangling(root)
@@ -96,7 +98,7 @@ def build(steps: Steps, *, staging: Path, root: Path, guest: Path) -> Built:
         add_docs(root, guest)
         tree.finish(root, os.geteuid(), os.getegid())
     _require(root, ("usr/bin/python3", "usr/bin/bash", f"{site}/ipykernel/__init__.py"))
-    inside = Inside(steps, root, python)
+    inside = Inside.enter(steps, root, python)
     with steps.step("byte-compiling"):
         _compile(inside, recipe, site)
     with steps.step("font caches"):
@@ -180,31 +182,48 @@ def _require(root: Path, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Runs programs of the image. ``prefix`` is where they see the image's root."""
+    """Runs programs of the image. ``isolated`` tells whether the image is their root directory."""
 
     steps: Steps
     root: Path
     python: str
+    isolated: bool
+
+    @classmethod
+    def enter(cls, steps: Steps, root: Path, python: str) -> Inside:
+        """Find out how programs of the image can be run here."""
+        inside = cls(steps, root, python, isolated=True)
+        try:
+            inside.run(["/usr/bin/true"], what="running a program of the image")
+        except PrepareFailed:
+            steps.check()
+            if os.geteuid() == 0:
+                raise
+            return cls(steps, root, python, isolated=False)
+        return inside
 
     @property
     def prefix(self) -> str:
-        """Return the root as the programs see it: nothing in the chroot."""
-        return "" if os.geteuid() == 0 else os.fspath(self.root)
+        """Return where the programs see the image's root: at nothing if they are isolated."""
+        return "" if self.isolated else os.fspath(self.root)
 
     def run(self, program: Sequence[str], *, what: str, stdin: str = "") -> str:
         """Run ``program`` (its first item a path in the image) and return its output."""
         env = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "HOME": "/nonexistent"}
         env |= {"PYTHONDONTWRITEBYTECODE": "1", "MPLCONFIGDIR": f"{self.prefix}/{_PLOT_CACHE}"}
         env |= {"OPENBLAS_NUM_THREADS": "1"}
-        return self.steps.run(
-            [*self._launcher(program[0]), *program[1:]], what=what, env=env, stdin=stdin
-        )
+        command = [*self._launcher(program[0]), *program[1:]]
+        return self.steps.run(command, what=what, env=env, stdin=stdin)
 
     def _launcher(self, program: str) -> list[str]:
-        if os.geteuid() == 0:
-            command = ["setpriv", "--clear-groups", "--no-new-privs", "unshare", "--mount", "--pid"]
-            command += ["--fork", "--kill-child", "--net", "--ipc", "--root", os.fspath(self.root)]
-            return [*command, "--setgid", str(BUILD_UID), "--setuid", str(BUILD_UID), program]
+        if self.isolated:
+            command = ["unshare", "--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child"]
+            command += ["--root", os.fspath(self.root)]
+            if os.geteuid() == 0:
+                user = str(BUILD_UID)
+                before = ["setpriv", "--clear-groups", "--no-new-privs"]
+                return [*before, *command, "--setgid", user, "--setuid", user, program]
+            return [*command, "--user", "--map-current-user", program]
         linkers = sorted(self.root.glob("usr/lib*/ld-linux-*.so.*"))
         if not linkers:
             raise PrepareFailed("the built image has no dynamic linker in /usr/lib*.")
@@ -245,11 +264,13 @@ def _ignore(_output: str) -> None:
 def _warm_fonts(inside: Inside, recipe: Path) -> None:
     """Fill fontconfig's and Matplotlib's caches."""
     inside.give(inside.root / _FONT_CACHE, inside.root / _PLOT_CACHE)
-    sysroot = ["--sysroot", inside.prefix] if inside.prefix else []
-    inside.run(
-        ["/usr/bin/fc-cache", "--force", "--system-only", *sysroot],
-        what="filling the font cache (fc-cache)",
-    )
+    if inside.isolated:  # with --sysroot fc-cache mixes in what the host has; none is better
+        inside.run(
+            ["/usr/bin/fc-cache", "--force", "--system-only"],
+            what="filling the font cache (fc-cache)",
+        )
+    else:
+        inside.steps.say("the font cache is left out: this user may not make namespaces here")
     script = (recipe / "warm_fonts.py").read_text()
     inside.run(
         [

@@ -110,7 +110,7 @@ def check_links(entries: Sequence[Entry]) -> None:
 
 
 def tree_digest(root: Path) -> str:
-    """Return the sha256 (hex) of the tree below ``root``: about 1.5 s a GB warm, two processes.
+    """Return ``sha256:`` and the digest of the tree below ``root``: about 1.5 s a GB warm.
 
     Raises ImageInvalid for special files and for links that are absolute or leave the root; OSError
     if the tree changes meanwhile.
@@ -122,7 +122,7 @@ def tree_digest(root: Path) -> str:
     for entry in entries:
         value = entry.target if entry.kind == "l" else digests.get(entry.path, "")
         top.update(os.fsencode(f"{entry.kind}\0{entry.path}\0{entry.mode:o}\0{value}\0\n"))
-    return top.hexdigest()
+    return f"sha256:{top.hexdigest()}"
 
 
 def _hash_files(root: Path, files: list[Entry]) -> dict[str, str]:

@@ -32,7 +32,7 @@ from kernel_provisioner.images.process import SPEAK_EVERY_S, Steps
 from kernel_provisioner.images.receipt import Image, load_image
 from kernel_provisioner.paths import StateDirs
 
-BUILDER = "1"
+BUILDER = "2"
 """Raise this when the builder's code changes what an image is; images of others are rebuilt."""
 
 LOCK_WAIT_S = 120.0
@@ -57,10 +57,6 @@ class ImageStore:
     def __init__(self, dirs: StateDirs) -> None:
         self._dirs = dirs
 
-    def current(self) -> Image:
-        """Return the current image, unchecked. Raises ImageMissing, ImageInvalid."""
-        return load_image(self._dirs)
-
     def prepare(
         self,
         progress: Callable[[str], None],
@@ -83,7 +79,7 @@ class ImageStore:
         with self._locked(steps):
             self._sweep()
             existing = self._verified(steps)
-            recipe = self._recipe(image_archive)
+            recipe = self.recipe(image_archive)
             if existing is not None and self._serves(existing, recipe, image_archive, demanded):
                 _compare(existing.id, demanded)
                 return existing
@@ -92,8 +88,13 @@ class ImageStore:
     @contextlib.contextmanager
     def _locked(self, steps: Steps) -> Iterator[None]:
         """Hold the preparation lock; wait at most min(120 s, what remains)."""
-        for path in (self._dirs.data, self._dirs.image):
-            path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        try:
+            self._dirs.image.mkdir(mode=0o755, parents=True, exist_ok=True)
+        except OSError as error:
+            raise PrepareFailed(
+                f"the image store {self._dirs.image} cannot be made ({error.strerror}).",
+                remedy="make it writable, or set BACKINTEL_HOME to another directory.",
+            ) from None
         lock = filelock.FileLock(self._dirs.prepare_lock, mode=0o600)
         began = time.monotonic()
         until = began + LOCK_WAIT_S
@@ -149,7 +150,7 @@ class ImageStore:
             steps.say(error.message)
         try:
             with steps.step("digesting the whole image"):
-                whole = f"sha256:{tree_digest(image.root)}" == image.id
+                whole = tree_digest(image.root) == image.id
         except (ImageInvalid, OSError) as error:
             steps.say(f"the image cannot be used: {error}")
             return None
@@ -169,9 +170,11 @@ class ImageStore:
         )
         return image
 
-    def _recipe(self, image_archive: Path | None) -> Recipe:
+    def recipe(self, image_archive: Path | None) -> Recipe:
+        """Return what an image made now would be made from. Raises PrepareFailed (no archive)."""
         if image_archive is not None:
-            return Recipe(_file_digest(image_archive), "archive")
+            with archive.open_archive(image_archive) as file:
+                return Recipe(hashlib.file_digest(file, "sha256").hexdigest(), "archive")
         guest = paths.guest_code_dir()
         try:
             host = Path("/etc/os-release").read_text()
@@ -218,7 +221,7 @@ class ImageStore:
                 python, arch = self._build(steps, existing, recipe, staging, root, guest)
                 source = "built"
             with steps.step("digesting the image"):
-                image_id = f"sha256:{tree_digest(root)}"
+                image_id = tree_digest(root)
             _compare(image_id, demanded)
             with steps.step("writing its receipt"):
                 os.sync()
@@ -302,17 +305,6 @@ def _compare(image_id: str, demanded: str | None) -> None:
             f"the image is {image_id}, not the demanded {demanded}; nothing was changed.",
             remedy="import the archive of the demanded image, or demand this digest.",
         )
-
-
-def _file_digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise PrepareFailed(
-            f"the image archive {path} cannot be read ({error.strerror}).",
-            remedy="give the path of a readable file.",
-        ) from None
 
 
 def _tree_facts(directory: Path) -> bytes:

@@ -6,6 +6,7 @@ accepted, so the index need not be trusted. Nothing of a wheel is executed.
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
@@ -88,6 +89,25 @@ def install(
         remedy="see that pip works on this host (`python3 -m pip download six`), then prepare "
         "again.",
     )
+
+
+def settle(site: Path, certificates: Path) -> None:
+    """Make an installation independent of the machine that made it.
+
+    Scripts were stripped, for they name the machine's Python; RECORD keeps the rows of files that
+    are there, for the hash of a script would differ on each machine. Certificate bundles become
+    links to the distribution's (``certificates``), as Debian itself packages them.
+    """
+    for record in sorted(site.glob("*.dist-info/RECORD")):
+        with record.open(newline="") as file:
+            rows = [row for row in csv.reader(file) if row and (site / row[0]).is_file()]
+        with record.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
+    for name in ("certifi/cacert.pem", "botocore/cacert.pem"):
+        bundle = site / name
+        if bundle.is_file():
+            bundle.unlink()
+            bundle.symlink_to(os.path.relpath(certificates, bundle.parent))
 
 
 def _pip(steps: Steps, env: dict[str, str]) -> list[str]:

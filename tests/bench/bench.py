@@ -1,8 +1,9 @@
 """Measures a plain ipykernel and ours side by side, in one run, through the same client code.
 
-Both are started by jupyter_client's `AsyncKernelManager` from a kernelspec: plain ipykernel as the
-virtual environment installs it, ours as `backintel kernel install` does. The two take turns, so
-that what else the machine does hits both. Ours needs a prepared image.
+All are started by jupyter_client's `AsyncKernelManager` from a kernelspec: plain ipykernel as the
+virtual environment installs it, over TCP (its default) and over Unix sockets (what ours uses), ours
+as `backintel kernel install` makes it. They take turns, so that what else the machine does hits
+all. Ours needs a prepared image.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.manager import AsyncKernelManager
 
-PLAIN = "python3"
-OURS = "backintel-sandbox"
-NAMES = {PLAIN: "plain ipykernel", OURS: "BackIntel sandbox"}
+PLAIN = "plain ipykernel, TCP"
+PLAIN_IPC = "plain ipykernel, Unix sockets"
+OURS = "BackIntel sandbox"
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    PLAIN: ("python3", {}),
+    PLAIN_IPC: ("python3", {"transport": "ipc"}),
+    OURS: ("backintel-sandbox", {}),
+}
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TIMEOUT = 120.0
 
@@ -48,7 +55,7 @@ class Samples:
     """Seconds of one measurement, by kernel."""
 
     title: str
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {PLAIN: [], OURS: []})
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SPECS})
 
 
 async def _execute(client: AsyncKernelClient, code: str) -> tuple[float, int, str]:
@@ -90,8 +97,10 @@ async def _execute(client: AsyncKernelClient, code: str) -> tuple[float, int, st
 async def _kernel(name: str) -> AsyncIterator[tuple[AsyncKernelClient, float]]:
     """Start a kernel; yield its client and the seconds from the call to kernel_info_reply."""
     started = time.perf_counter()
-    manager = AsyncKernelManager(kernel_name=name)
-    await manager.start_kernel()
+    spec, traits = SPECS[name]
+    manager = AsyncKernelManager(kernel_name=spec, **traits)
+    # A plain kernel warns on stderr that TCP is not encrypted.
+    await manager.start_kernel(stderr=subprocess.DEVNULL)
     client = manager.client()
     try:
         client.start_channels()
@@ -111,18 +120,18 @@ async def measure(
     start = Samples("start to kernel_info_reply")
     trip = Samples("round trip of `pass` (reply and idle)")
     flood = Samples(f"{FLOOD_MESSAGES} MB of IOPub in messages of 1 MB")
-    for name in (PLAIN, OURS):  # warms files and caches; not counted
+    for name in SPECS:  # warms files and caches; not counted
         async with _kernel(name):
             pass
     for number in range(starts):
-        for name in (PLAIN, OURS):
+        for name in SPECS:
             async with _kernel(name) as (_client, seconds):
                 start.seconds[name].append(seconds)
         say(f"start {number + 1} of {starts}")
 
     versions = {}
-    async with _kernel(PLAIN) as (plain, _), _kernel(OURS) as (ours, _):
-        clients = {PLAIN: plain, OURS: ours}
+    async with AsyncExitStack() as stack:
+        clients = {name: (await stack.enter_async_context(_kernel(name)))[0] for name in SPECS}
         for name, client in clients.items():
             versions[name] = (await _execute(client, VERSIONS))[2].strip()
             for _ in range(10):
@@ -135,7 +144,7 @@ async def measure(
             for name, client in clients.items():
                 seconds, size, _text = await _execute(client, FLOOD)
                 if size != FLOOD_MESSAGES * MEGABYTE:
-                    raise RuntimeError(f"{NAMES[name]} delivered {size} characters.")
+                    raise RuntimeError(f"{name} delivered {size} characters.")
                 flood.seconds[name].append(seconds)
             say(f"flood {number + 1} of {floods}")
     return [start, trip, flood], versions
@@ -148,10 +157,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def table(results: Sequence[Samples]) -> str:
-    """Return a Markdown table: median and p95 in milliseconds, and the ratio of the medians."""
+    """Return a Markdown table: medians (p95) in milliseconds, and the ratios of the medians."""
     lines = [
-        "| | n | plain ipykernel: median (p95) ms | ours: median (p95) ms | ours / plain |",
-        "|---|---|---|---|---|",
+        f"| median (p95), ms | n | {' | '.join(SPECS)} | ours / plain TCP | ours / plain Unix |",
+        "|---|---|---|---|---|---|---|",
     ]
     for result in results:
         medians = {name: statistics.median(values) for name, values in result.seconds.items()}
@@ -159,9 +168,8 @@ def table(results: Sequence[Samples]) -> str:
             f"{medians[name] * 1e3:.1f} ({percentile(values, 0.95) * 1e3:.1f})"
             for name, values in result.seconds.items()
         ]
-        ratio = medians[OURS] / medians[PLAIN]
-        count = len(result.seconds[OURS])
-        lines.append(f"| {result.title} | {count} | {cells[0]} | {cells[1]} | {ratio:.2f} |")
+        cells += [f"{medians[OURS] / medians[plain]:.2f}" for plain in (PLAIN, PLAIN_IPC)]
+        lines.append(f"| {result.title} | {len(result.seconds[OURS])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -213,8 +221,8 @@ def main() -> None:
             )
         )
     stated = "; ".join(
-        f"{NAMES[name]}: Python {python}, ipykernel {ipykernel}"
-        for name, (python, ipykernel) in ((n, v.split()) for n, v in versions.items())
+        f"{name}: Python {python}, ipykernel {ipykernel}"
+        for name, (python, ipykernel) in ((n, versions[n].split()) for n in (PLAIN, OURS))
     )
     today = datetime.now(UTC).date().isoformat()
     text = f"{table(results)}\n\n{today}. {named}. {stated}."

@@ -59,6 +59,7 @@ class LiveGuest:
         sources: tuple[SourceMount, ...] = (),
         image_root: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        guest_code: Path | None = None,
         backstop_s: float = 600.0,
     ) -> None:
         self.loop = asyncio.new_event_loop()
@@ -70,7 +71,7 @@ class LiveGuest:
             session=f"contract-{secrets.token_hex(6)}",
             profile=profile,
             image_root=image_root or load_image(state_dirs()).root,
-            guest_code=guest_code_dir(),
+            guest_code=guest_code or guest_code_dir(),
             socket_dir=self.directory,
             sources=sources,
             environment=environment or {},
@@ -79,12 +80,14 @@ class LiveGuest:
         self.plan = self.engine.plan(self.spec)
         self.guest: Guest
         self.facts: Mapping[str, Any] = {}
+        self.attest_timeout = 30.0
         self._client: BlockingKernelClient | None = None
 
     def start(self) -> LiveGuest:
         """Start the guest and wait until it is attested; no user code runs yet."""
         self.guest = self.loop.run_until_complete(self.engine.start(self.spec))
-        self.facts = self.loop.run_until_complete(self.guest.wait_attested(30))
+        attested = self.guest.wait_attested(self.attest_timeout)
+        self.facts = self.loop.run_until_complete(attested)
         return self
 
     def release(self) -> LiveGuest:

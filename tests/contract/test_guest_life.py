@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from live_guest import LiveGuest, Starter, small, wait_gone
 
 from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
 from kernel_provisioner.engines.bwrap import remove_leftovers
-from kernel_provisioner.errors import BackIntelError, StartFailed
+from kernel_provisioner.errors import AttestationFailed, BackIntelError, StartFailed
+from kernel_provisioner.paths import guest_code_dir
 
 pytestmark = pytest.mark.sandbox
 
@@ -290,6 +292,53 @@ def test_a_failed_start_leaves_nothing(engine: str, tmp_path: Path) -> None:
         with pytest.raises(BackIntelError) as caught:
             live.start()
         assert "python3" in str(caught.value)
+    finally:
+        live.close()
+
+
+def _changed_guest(directory: Path, name: str, old: str, new: str) -> Path:
+    """Copy the guest's code and change one line of it."""
+    code = directory / "guest"
+    shutil.copytree(guest_code_dir(), code, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (code / name).read_text()
+    assert old in text
+    (code / name).write_text(text.replace(old, new))
+    for path in (directory, code):
+        path.chmod(0o755)
+    return code
+
+
+def test_a_limit_that_was_not_applied_stops_the_start(engine: str, tmp_path: Path) -> None:
+    code = _changed_guest(tmp_path, "init.py", 'limits.apply(plan["rlimits"])', "pass")
+    live = LiveGuest(engine, guest_code=code)
+    try:
+        with pytest.raises(AttestationFailed, match="the limit nproc is"):
+            live.start()
+        assert live.wait(5).status == -9
+    finally:
+        live.close()
+
+
+def test_a_guest_that_breaks_is_quoted(engine: str, tmp_path: Path) -> None:
+    code = _changed_guest(tmp_path, "init.py", "    os.umask(0o022)", "    raise OSError('broken')")
+    live = LiveGuest(engine, guest_code=code)
+    try:
+        with pytest.raises(StartFailed, match="OSError: broken") as caught:
+            live.start()
+        assert caught.value.phase == "attest"
+    finally:
+        live.close()
+
+
+def test_a_guest_that_says_nothing_is_given_up(engine: str, tmp_path: Path) -> None:
+    code = _changed_guest(
+        tmp_path, "init.py", "    os.umask(0o022)", "    import time; time.sleep(600)"
+    )
+    live = LiveGuest(engine, guest_code=code)
+    live.attest_timeout = 2.0
+    try:
+        with pytest.raises(StartFailed, match="did not answer in time"):
+            live.start()
     finally:
         live.close()
 

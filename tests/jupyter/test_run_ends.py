@@ -18,6 +18,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from kernel_provisioner.paths import state_dirs
+from kernel_provisioner.processes import is_running
 from kernel_provisioner.records import Record, live_sessions, sweep
 
 pytestmark = pytest.mark.sandbox
@@ -64,14 +65,12 @@ def _report(child: subprocess.Popen[str]) -> dict[str, Any]:
     return report
 
 
-def _gone(record: Record) -> bool:
-    left = list(Path("/sys/fs/cgroup").glob(f"**/*{record.session}*"))
-    processes = [
-        process
-        for process in (record.supervisor, *record.leftovers.processes)
-        if os.path.exists(f"/proc/{process.pid}")
-    ]
-    return not left and not processes and not record.socket_dir.exists()
+def _left(record: Record) -> list[object]:
+    """Return what there still is of a session; an unreaped zombie runs no code and is nothing."""
+    left: list[object] = list(Path("/sys/fs/cgroup").glob(f"**/*{record.session}*"))
+    left += filter(is_running, (record.supervisor, *record.leftovers.processes))
+    left += filter(Path.exists, (record.socket_dir, *record.leftovers.directories))
+    return left
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_a_signal_ends_the_sandbox_and_saves_the_notebook(
     assert saved.cells[0].outputs[0].text == "first\n"
     assert json.loads((tmp_path / "out/receipt.json").read_text())["run"]["exit_status"] == status
     assert not (tmp_path / "out/artifacts").exists()
-    assert _gone(record)
+    assert _left(record) == []
 
 
 def test_a_killed_supervisor_is_the_infrastructures_failure(tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ def test_a_killed_supervisor_is_the_infrastructures_failure(tmp_path: Path) -> N
     assert report["error"]["code"] == "GuestLost"
     saved = nbformat.read(tmp_path / "out/n.ipynb", 4)
     assert [output.get("ename") for output in saved.cells[1].outputs][-1] == "GuestLost"
-    assert _gone(record)
+    assert _left(record) == []
 
 
 def test_a_killed_run_leaves_nothing_after_two_seconds_and_a_sweep(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_a_killed_run_leaves_nothing_after_two_seconds_and_a_sweep(tmp_path: Pat
         child.kill()
         child.wait(timeout=10)
         deadline = time.monotonic() + 2.0
-        while os.path.exists(f"/proc/{record.supervisor.pid}") and time.monotonic() < deadline:
+        while is_running(record.supervisor) and time.monotonic() < deadline:
             time.sleep(0.02)
         sweep(state_dirs())
-        assert _gone(record)
+        assert _left(record) == []

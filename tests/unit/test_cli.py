@@ -166,7 +166,7 @@ def test_an_internal_error_does_not_blame_the_notebook(
     def broken(_: object) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(sessions, "sessions", broken)
+    monkeypatch.setitem(sessions.COMMANDS, "sessions", broken)
     assert main(["sessions"]) == 3
     assert "internal error" in capsys.readouterr().err
 
@@ -206,7 +206,7 @@ def test_sigterm_unwinds_with_status_143() -> None:
         "        print('ready', flush=True); time.sleep(60)\n"
         "    finally:\n"
         "        print('cleaned', flush=True)\n"
-        "sessions.sessions = slow; sys.exit(main.main(['sessions']))"
+        "sessions.COMMANDS['sessions'] = slow; sys.exit(main.main(['sessions']))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
 import mdfile
 import pytest
 
+from kernel_provisioner.cli.main import build_parser
+from kernel_provisioner.config import resolve_settings
 from kernel_provisioner.errors import ENDS
+from kernel_provisioner.profiles import BUILTIN, MIB, HostCapacity
 
 
 def _rows(text: str) -> list[list[str]]:
@@ -58,3 +62,62 @@ def test_every_command_block_says_whether_it_is_run(document: Path, repository: 
             for command in block.text.split("\n"):
                 stated = command.split("#")[0].strip()
                 assert f"lane {stated}" in script or not stated, f"{where}: {stated}"
+
+
+def test_the_table_of_profiles_is_the_codes(repository: Path) -> None:
+    def deadline(seconds: float) -> str:
+        return f"{seconds:g}"
+
+    expected = {}
+    for profile in BUILTIN.values():
+        gib, mib = profile.ram_bytes / 2**30, profile.ram_bytes // MIB
+        both = (deadline(profile.cell_deadline_s), deadline(profile.run_deadline_s))
+        expected[profile.name] = [
+            f"{gib:g} GiB" if gib >= 1 else f"{mib} MiB",
+            str(profile.cpus),
+            " / ".join(
+                str(size // MIB)
+                for size in (profile.workspace_bytes, profile.artifacts_bytes, profile.temp_bytes)
+            ),
+            f"{both[0]} for both" if both[0] == both[1] else " / ".join(both),
+            str(profile.cells or "none"),
+            profile.on_cell_deadline,
+        ]
+    text = (repository / "docs/configuration.md").read_text()
+    section = text.partition("## Profiles")[2].partition("\n## ")[0]
+    documented = {row[0].split("`")[1]: row[1:] for row in _rows(section)[1:]}
+    assert documented == expected
+
+
+def test_the_configuration_example_is_accepted(repository: Path, tmp_path: Path) -> None:
+    text = (repository / "docs/configuration.md").read_text()
+    (example,) = (block.text for block in mdfile.blocks(text) if block.language == "toml")
+    (tmp_path / "flights").mkdir()
+    file = tmp_path / "backintel.toml"
+    file.write_text(example.replace("/srv/data", str(tmp_path)))
+    file.chmod(0o600)
+    settings = resolve_settings(
+        command_line={},
+        environ={},
+        kernelspec={},
+        files=[file],
+        default_profile="interactive",
+        host=HostCapacity(cpus=8, ram_bytes=32 * 2**30),
+    )
+    assert settings.profile.name == "nightly"
+    assert [source.name for source in settings.sources] == ["flights"]
+
+
+def test_every_command_and_option_is_documented(repository: Path) -> None:
+    text = (repository / "docs/cli.md").read_text()
+
+    def visit(parser: argparse.ArgumentParser) -> None:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for child in action.choices.values():
+                    assert child.prog in text or child._subparsers, child.prog
+                    visit(child)
+            for option in action.option_strings:
+                assert option in text or option in ("-h", "--help", "--version"), option
+
+    visit(build_parser())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import struct
@@ -15,7 +16,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from relay_harness import KEY, SCHEME, HostileGuest, RelayThread, connect, receive, short_directory
 
 from kernel_provisioner.errors import StartFailed
-from kernel_provisioner.session.relay import ParserBounds, RelayBounds
+from kernel_provisioner.session.relay import ParserBounds, Refuse, RelayBounds
 from kernel_provisioner.session.relay.inject import Injector
 from kernel_provisioner.session.relay.inspect import (
     DELIMITER,
@@ -307,6 +308,92 @@ def test_a_held_message_of_a_dead_guest_leaves_no_trace(
     assert got.startswith(whole)
     assert b"GuestLost" in got
     assert b"GuestLost" in shell.shell.recv(1 << 16)
+    shell.close()
+
+
+def until(sock: Any, marker: bytes) -> bytes:
+    got = b""
+    while marker not in got:
+        piece = sock.recv(1 << 16)
+        assert piece, f"end of file before {marker!r}"
+        got += piece
+    return got
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_death_inside_a_frame_closes_and_is_told_after_the_reconnect(
+    relay: RelayThread, guest: HostileGuest, closes: bool
+) -> None:
+    shell = Shell(relay, guest)
+    header = shell.request()
+    relay.monitor.wait_for("admit", header["msg_id"])
+    wire = message("display_data", {"x": "y" * 900_000}, parent=header)[:400_000]
+    shell.guest_iopub.sendall(wire[:1000])
+    got = b""
+    for start in range(1000, len(wire), 50_000):  # in step: neither side's socket is full
+        piece = wire[start : start + 50_000]
+        shell.guest_iopub.sendall(piece)
+        got += receive(shell.iopub, len(piece) + (1000 if start == 1000 else 0))
+    assert got == wire
+    if closes:
+        shell.guest_iopub.close()
+        shell.guest_shell.close()
+    # Half of the timeout is for a guest that does not close; here it is less than stall_s.
+    work = relay.relay.fail_pending("GuestLost", "gone", timeout=1.6)
+    waiting = asyncio.run_coroutine_threadsafe(work, relay.loop)
+    assert shell.iopub.recv(1) == b""  # closed, with nothing put inside the frame
+    again = connect(relay.client_paths["iopub"])
+    again.sendall(CLIENT)
+    told = until(again, b'"idle"')
+    assert told.startswith(GREETING)
+    assert told.index(b'"error"') < told.index(b'"idle"')
+    assert b"GuestLost" in told
+    assert b"GuestLost" in until(shell.shell, b"execute_reply")
+    assert waiting.result(10) == 1
+    again.close()
+    shell.close()
+
+
+def test_injection_waits_for_the_end_of_a_message_under_way(
+    relay: RelayThread, guest: HostileGuest
+) -> None:
+    shell = Shell(relay, guest)
+    header = shell.request()
+    relay.monitor.wait_for("admit", header["msg_id"])
+    wire = message("display_data", {"x": "y" * 600_000}, parent=header)
+    shell.guest_iopub.sendall(wire[:1000])
+    shell.guest_iopub.sendall(wire[1000:100_000])
+    receive(shell.iopub, 100_000)
+    relay.monitor.refuse = lambda request: Refuse("CellLimitExceeded", "no")
+    shell.request()
+    until(shell.shell, b"execute_reply")  # by now iopub's part was injected, or is waiting
+    shell.guest_iopub.sendall(wire[100_000:])
+    assert receive(shell.iopub, len(wire) - 100_000) == wire[100_000:]
+    assert b"CellLimitExceeded" in until(shell.iopub, b'"idle"')
+    shell.close()
+
+
+def test_what_the_guest_sent_before_it_died_is_delivered_first(
+    relay: RelayThread, guest: HostileGuest
+) -> None:
+    shell = Shell(relay, guest)
+    header = shell.request()
+    relay.monitor.wait_for("admit", header["msg_id"])
+    reply = message("execute_reply", {"status": "ok"}, parent=header)
+
+    async def last_words() -> int:
+        # On the loop's thread: the relay cannot have read them when it is told of the death.
+        shell.guest_shell.sendall(reply)
+        shell.guest_shell.close()
+        shell.guest_iopub.close()
+        return await relay.relay.fail_pending("GuestLost", "gone", timeout=2)
+
+    assert relay.run(last_words()) == 0
+    assert receive(shell.shell, len(reply)) == reply
+    relay.monitor.wait_for("replied", header["msg_id"], "ok")
+    told = until(shell.iopub, b'"idle"')  # replied, but the guest's idle never came
+    assert header["msg_id"].encode() in told
+    assert b"GuestLost" not in told
     shell.close()
 
 

@@ -120,9 +120,12 @@ def _to_arrow(obj: Any, *, keep_index: bool) -> Any:
         return obj.to_arrow()
     import pyarrow
 
-    if not keep_index and not _is(obj.index, "pandas", "RangeIndex"):
+    index = obj.index
+    # A named range (set_index on 1, 2, 3) is data; the default one only counts the rows.
+    counts = _is(index, "pandas", "RangeIndex") and index.name is None and index.start == 0
+    if not counts and not keep_index:
         obj = obj.reset_index()
-    return pyarrow.Table.from_pandas(obj)
+    return pyarrow.Table.from_pandas(obj, preserve_index=keep_index and not counts)
 
 
 def _records(table: Any) -> list[dict[str, Any]]:

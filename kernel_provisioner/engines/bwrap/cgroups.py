@@ -174,7 +174,7 @@ class V1Group:
         for path in self.paths:
             _write(path / "cgroup.procs", pid)
         inside = Path(f"/proc/{pid}/cgroup").read_text()
-        if inside.count(f"/{self.paths[0].name}\n") < len(self.by_controller):
+        if inside.count(f"/{self.paths[0].name}\n") < len(self.paths):
             raise HostRefused("the guest's process did not enter its cgroups.", remedy=_REMEDY)
 
     def limits(self) -> dict[str, object]:

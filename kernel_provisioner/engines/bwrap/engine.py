@@ -21,7 +21,7 @@ from kernel_provisioner.engines.bwrap.guest import BwrapGuest, Held, remove_grou
 from kernel_provisioner.engines.bwrap.launcher import run_child
 from kernel_provisioner.engines.bwrap.layout import layout
 from kernel_provisioner.engines.bwrap.output import OutputTail, explain, refused_by
-from kernel_provisioner.engines.bwrap.paths import channel_paths
+from kernel_provisioner.engines.bwrap.paths import remove_sockets
 from kernel_provisioner.engines.bwrap.prepare import Ends, prepare
 from kernel_provisioner.engines.bwrap.scope import choose_scope
 from kernel_provisioner.errors import StartFailed
@@ -127,9 +127,8 @@ def _abandon(
     os.close(monitor_fd)
     output.close()
     control.close()
-    remove_groups([path for path in group.paths if path.is_dir()], waiting.deadline_in(2))
-    for path in channel_paths(spec.socket_dir).values():
-        path.unlink(missing_ok=True)
+    remove_groups(group.paths, waiting.deadline_in(2))
+    remove_sockets(spec.socket_dir)
 
 
 async def _through_the_gate(ends: Ends, output: OutputTail, deadline: float) -> ProcessIdentity:

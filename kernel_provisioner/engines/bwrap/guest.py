@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ from kernel_provisioner.engines.base import (
 )
 from kernel_provisioner.engines.bwrap import attestation, cgroups, export, linux, waiting
 from kernel_provisioner.engines.bwrap.output import OutputTail, explain
-from kernel_provisioner.engines.bwrap.paths import channel_paths
+from kernel_provisioner.engines.bwrap.paths import channel_paths, remove_sockets
 from kernel_provisioner.errors import AttestationFailed, StartFailed, WireError
 from kernel_provisioner.processes import identify, kill_and_wait
 
@@ -109,6 +108,7 @@ class BwrapGuest:
             groups_dropped=held.as_root,
         )
         if found:
+            self.kill()
             raise AttestationFailed(
                 f"the sandbox is not what was asked for: {'; '.join(found)}.",
                 remedy="report this with the output of `backintel sandbox check`; nothing was run.",
@@ -138,8 +138,9 @@ class BwrapGuest:
                 f"the guest's /artifacts cannot be held ({error.strerror}).", phase="attest"
             ) from None
         self._artifacts_fd = artifacts
-        if os.fstat(artifacts).st_dev == os.stat("/").st_dev:
-            raise AttestationFailed("/artifacts is not a file system of its own.", phase="attest")
+        space = os.fstatvfs(artifacts)
+        if space.f_blocks * space.f_frsize < held.spec.profile.artifacts_bytes:
+            raise AttestationFailed("/artifacts is not the mount asked for.", phase="attest")
 
     async def release(self, connection: Mapping[str, object], timeout: float) -> None:
         """Send the go frame with key and signature scheme; return once the sockets are bound.
@@ -229,17 +230,15 @@ class BwrapGuest:
             self._exit.set_result(GuestExit(code))
 
     def kill(self) -> None:
-        """SIGKILL process 1 of the sandbox, which ends all others, and the monitor."""
+        """SIGKILL process 1 of the sandbox: the kernel ends all others with it.
+
+        bubblewrap's monitor then ends by itself; killed too, it could not say how the kernel ended.
+        """
         if self._held.closed:
             return
         with contextlib.suppress(OSError):
             self._last = self._read_sample()
         linux.pidfd_kill(self._held.child_fd, signal.SIGKILL)
-        # Without process 1 the monitor ends by itself and says how; killed, it would say nothing.
-        if waiting.exited(self._held.child_fd):
-            return
-        if not waiting.ready(self._held.child_fd, 0.5):
-            linux.pidfd_kill(self._held.monitor_fd, signal.SIGKILL)
 
     def sample(self) -> Sample:
         """Read memory, CPU and out-of-memory evidence; after the end, the last values."""
@@ -300,9 +299,7 @@ class BwrapGuest:
                     self._last = self._read_sample()
                 self._close()
         left += await asyncio.to_thread(remove_groups, held.group.paths, deadline)
-        for path in self.channels.values():
-            left += _unlink_socket(path)
-        return left
+        return left + remove_sockets(held.spec.socket_dir)
 
     def _close(self) -> None:
         held = self._held
@@ -318,17 +315,6 @@ class BwrapGuest:
 def remove_groups(paths: Sequence[Path], deadline: float) -> list[str]:
     """Empty and remove cgroups; return what is left. ``deadline`` is CLOCK_MONOTONIC."""
     return [f"cgroup {path}" for path in paths if not cgroups.remove(path, deadline)]
-
-
-def _unlink_socket(path: Path) -> list[str]:
-    try:
-        if stat.S_ISSOCK(path.lstat().st_mode):
-            path.unlink()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        return [f"socket {path} ({error.strerror})"]
-    return []
 
 
 def remove_leftovers(leftovers: Leftovers, timeout: float = 2.0) -> list[str]:

@@ -19,7 +19,7 @@ from kernel_provisioner.engines.bwrap import command, linux, seccomp
 from kernel_provisioner.engines.bwrap.binary import Binary
 from kernel_provisioner.engines.bwrap.launcher import Launch, staged
 from kernel_provisioner.engines.bwrap.layout import Layout
-from kernel_provisioner.engines.bwrap.paths import channel_paths
+from kernel_provisioner.engines.bwrap.paths import channel_paths, remove_sockets
 from kernel_provisioner.errors import StartFailed
 
 _BACKLOG = 64
@@ -35,10 +35,10 @@ class Ends:
     output: int
     control: socket.socket
     unclaimed: ExitStack
-    """Closes output and control if the launch fails before somebody owns them."""
+    """Undoes output, control and the bound sockets if the launch fails before they are owned."""
 
     def passed_on(self) -> None:
-        """Say that output and control have an owner now."""
+        """Say that they have an owner now."""
         self.unclaimed.pop_all()
 
 
@@ -70,6 +70,7 @@ def prepare(
     control.setblocking(False)
     control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     theirs.callback(guest_control.close)
+    unclaimed.callback(remove_sockets, spec.socket_dir)
     listeners = {name: theirs.enter_context(sock) for name, sock in _listen(spec.socket_dir)}
     fds = command.Descriptors(
         seccomp=keep(_memfd("seccomp", seccomp.program())),

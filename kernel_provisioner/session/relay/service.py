@@ -46,6 +46,7 @@ class State(Enum):
     NEW = auto()
     WAITING = auto()
     OPEN = auto()
+    DYING = auto()  # the guest is dead; what it had sent is still being delivered
     DEAD = auto()
     CLOSED = auto()
 
@@ -115,15 +116,18 @@ class Relay:
         What the guest had sent is delivered first. Returns when clients have taken the messages,
         or after ``timeout`` seconds. From here on new requests get the same answer until ``close``.
         """
-        if self._state in (State.DEAD, State.CLOSED):
+        if self._state in (State.DYING, State.DEAD, State.CLOSED):
             return 0
+        self._state = State.DYING  # nobody is bridged any more: who comes now waits for the answer
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        await _until(self._guests_drained, loop.time() + timeout / 2)
-        self._state = State.DEAD
-        self._death = (ename, evalue)
         for task in self._dials:
             task.cancel()
+        await _until(self._guests_drained, loop.time() + timeout / 2)
+        if self._state is not State.DYING:
+            return 0  # closed meanwhile
+        self._state = State.DEAD
+        self._death = (ename, evalue)
         for connection in list(self._connections.values()):
             connection.answer_locally()
         failed = list(self.ledger.pending.values())

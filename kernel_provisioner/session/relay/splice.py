@@ -112,18 +112,17 @@ class Connection:
         if self.mode is Mode.ZOMBIE:
             self._end(Mode.CLOSED)
             return
-        if self.mode in (Mode.BRIDGED, Mode.ORPHAN):
-            usable = self._from_guest.at_boundary and self._from_client.ready
+        if self.mode in (Mode.BRIDGED, Mode.ORPHAN, Mode.WAITING):
+            fresh = self._from_guest.untouched  # the client heard nothing: greet it ourselves
+            usable = fresh or (self._from_guest.at_boundary and self._from_client.ready)
             self._drop_guest()
             if not usable:
                 self._relay.closed_inside_message(self)
                 self._end(Mode.CLOSED)
                 return
             self.mode = Mode.LOCAL
-            self.client.resume()
-        elif self.mode is Mode.WAITING:
-            self.mode = Mode.LOCAL
-            self.client.write(zmtp.GREETING)
+            if fresh:
+                self.client.write(zmtp.GREETING)
             self.client.resume()
 
     @property

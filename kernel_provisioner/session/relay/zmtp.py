@@ -124,6 +124,11 @@ class FrameParser:
         return self._streaming
 
     @property
+    def untouched(self) -> bool:
+        """True if not a byte came: nothing was emitted."""
+        return self._state == _IN_GREETING and self._taken == 0
+
+    @property
     def at_boundary(self) -> bool:
         """True if a whole message may be inserted here into what was emitted."""
         return self.ready and not self._streaming

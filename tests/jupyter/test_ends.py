@@ -1,0 +1,328 @@
+"""Why a session ends, what the person sees, and what is left (spec G, I)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sandboxes import Sandbox, gone_within, guest_processes, sandbox
+from test_session import started
+
+from kernel_provisioner.paths import state_dirs
+from kernel_provisioner.records import sweep
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.filterwarnings("default")]
+
+BOUND = "the cell ran longer than its deadline"
+
+
+async def ending(box: Sandbox) -> dict[str, Any]:
+    """Wait until the provisioner knows the end."""
+    async with asyncio.timeout(15):
+        await box.provisioner.wait()
+    assert box.provisioner.ended is not None
+    return box.provisioner.ended
+
+
+def processes_of(box: Sandbox) -> dict[int, str]:
+    """Return the guest's processes and the supervisor of this sandbox."""
+    session = box.provisioner.session_id
+    assert session is not None
+    found = {}
+    for pid, name in guest_processes().items():
+        try:
+            cgroup = Path(f"/proc/{pid}/cgroup").read_text()
+        except OSError:
+            continue
+        if session in cgroup or pid == box.supervisor_pid:
+            found[pid] = name
+    return found
+
+
+def test_cell_deadline_cancels_with_the_reason_in_the_cell() -> None:
+    async def body() -> None:
+        async with sandbox(profile="analysis", cell_deadline=2) as box:
+            await box.run("x = 1")
+            begun = time.monotonic()
+            result = await box.run("while True: pass")
+            assert time.monotonic() - begun < 5
+            assert result.error.startswith("CellDeadlineExceeded: The cell ran longer than")
+            assert result.reply["content"]["ename"] == "CellDeadlineExceeded"
+            assert (await ending(box))["reason"] == "CellDeadlineExceeded"
+            assert box.provisioner.ended is not None
+            assert box.provisioner.ended["exit_status"] == 4
+
+    asyncio.run(body())
+
+
+def test_cell_deadline_with_interrupt_says_why_and_keeps_variables() -> None:
+    async def body() -> None:
+        async with sandbox(cell_deadline=2, on_deadline="interrupt") as box:
+            await box.run("x = 41")
+            result = await box.run("while True: pass")
+            assert result.error.startswith("KeyboardInterrupt")
+            assert BOUND in result.text
+            assert (await box.run("print(x + 1)")).text == "42\n"
+
+    asyncio.run(body())
+
+
+def test_a_call_that_holds_the_gil_is_killed_after_the_grace() -> None:
+    """Cases 15: no cooperation of the guest is needed."""
+
+    async def body() -> None:
+        settings = {"cell_deadline": 2, "on_deadline": "interrupt", "grace": 1}
+        async with sandbox(**settings) as box:
+            result = await box.run("import ctypes; ctypes.PyDLL(None).pause()")
+            # SIGINT ends pause(2), whose Python handler runs then; a loop of it never returns.
+            assert result.error.startswith(("KeyboardInterrupt", "CellDeadlineExceeded"))
+        async with sandbox(**settings) as box:
+            code = (
+                "import ctypes, signal\n"
+                "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))\n"
+                "ctypes.PyDLL(None).sleep(1000)"
+            )
+            begun = time.monotonic()
+            result = await box.run(code)
+            assert time.monotonic() - begun < 8
+            assert result.error.startswith("CellDeadlineExceeded")
+            assert (await ending(box))["reason"] == "CellDeadlineExceeded"
+
+    asyncio.run(body())
+
+
+def test_queued_cells_do_not_count_and_all_hear_of_the_end() -> None:
+    async def body() -> None:
+        async with sandbox(profile="analysis", cell_deadline=3) as box:
+            quick = [box.client.execute("import time; time.sleep(1.2)") for _ in range(4)]
+            for _ in quick:
+                reply = await box.client.get_shell_msg(timeout=30)
+                assert reply["content"]["status"] == "ok", "4.8 s in all, 1.2 s each"
+            waiting = [box.client.execute(c) for c in ("while True: pass", "1", "2")]
+            replies = [await box.client.get_shell_msg(timeout=30) for _ in waiting]
+            assert {r["parent_header"]["msg_id"] for r in replies} == set(waiting)
+            assert {r["content"]["ename"] for r in replies} == {"CellDeadlineExceeded"}
+
+    asyncio.run(body())
+
+
+def test_run_deadline_ends_a_busy_and_an_idle_session() -> None:
+    async def body() -> None:
+        async with sandbox(run_deadline=6, cell_deadline=6) as box:
+            result = await box.run("while True: pass")
+            assert "DeadlineExceeded" in result.error
+            assert (await ending(box))["exit_status"] == 4
+        async with sandbox(run_deadline=4, cell_deadline=4) as box:
+            assert (await ending(box))["reason"] == "RunDeadlineExceeded"
+            late = await box.run("1")
+            assert late.error.startswith("RunDeadlineExceeded"), "answered while it lingers"
+
+    asyncio.run(body())
+
+
+def test_waiting_for_input_pauses_the_cells_clock() -> None:
+    async def body() -> None:
+        async with sandbox(profile="analysis", cell_deadline=2) as box:
+            box.client.allow_stdin = True
+            box.client.execute("name = input('? ')", allow_stdin=True)
+            await box.client.get_stdin_msg(timeout=30)
+            with pytest.raises(Exception, match="^$"):
+                await box.client.get_shell_msg(timeout=3)
+            box.client.input("Ada")
+            reply = await box.client.get_shell_msg(timeout=30)
+            assert reply["content"]["status"] == "ok"
+
+    asyncio.run(body())
+
+
+def test_the_41st_cell_is_refused_and_the_guest_lives() -> None:
+    async def body() -> None:
+        async with sandbox(profile="analysis") as box:
+            for number in range(40):
+                assert (await box.run(f"x = {number}")).reply["content"]["status"] == "ok"
+            refused = await box.run("x = 'ran'")
+            assert refused.error.startswith("CellLimitExceeded: This sandbox runs at most 40 cells")
+            silent = await box.run("", silent=True, user_expressions={"x": "x"})
+            values = silent.reply["content"]["user_expressions"]
+            assert values["x"]["data"]["text/plain"] == "39"
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "status"),
+    [
+        ("x = bytearray(3 << 30)", "OutOfMemory: The kernel was killed for memory: limit 768", 5),
+        ("import os; os._exit(3)", "KernelCrashed: The kernel process ended: exit status 3", 1),
+        ("import ctypes; ctypes.string_at(0)", "KernelCrashed: The kernel process ended: sig", 1),
+        ("import os; os.killpg(0, 9)", "KernelCrashed: The kernel process ended: signal SI", 1),
+        ("import os; os.kill(os.getpid(), 9)", "KernelCrashed: The kernel process ended", 1),
+    ],
+)
+def test_a_death_has_its_reason_in_the_cell(code: str, reason: str, status: int) -> None:
+    async def body() -> None:
+        async with sandbox(profile="benchmark") as box:
+            result = await box.run(code)
+            assert result.error.startswith(reason)
+            assert (await ending(box))["exit_status"] == status
+            assert await box.manager.is_alive() is False
+
+    asyncio.run(body())
+
+
+def test_a_flood_of_output_is_cut_with_a_notice_and_the_reply_arrives() -> None:
+    """Spec H3: 64 MiB of stream text a cell; the notice is visible, the final reply not lost."""
+
+    async def body() -> None:
+        async with sandbox(grace=2) as box:
+            result = await box.run("while True: print('x' * 100000)", timeout=100)
+            assert "OutputLimitExceeded" in result.text + result.error
+            assert result.reply["content"]["status"] == "error"
+
+    asyncio.run(body())
+
+
+def test_children_that_ignore_signals_die_with_the_session() -> None:
+    async def body() -> None:
+        async with sandbox() as box:
+            await box.run(
+                "import os, signal\n"
+                "for _ in range(30):\n"
+                "    if os.fork() == 0:\n"
+                "        os.setsid()\n"
+                "        for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
+                "        while True: signal.pause()\n"
+            )
+            assert len(processes_of(box)) > 30
+            await box.manager.shutdown_kernel(now=True)
+            assert (await gone_within(2, lambda: len(guest_processes()) > 30)) < 2
+
+    asyncio.run(body())
+
+
+def test_sigkill_of_the_supervisor_ends_everything() -> None:
+    async def body() -> None:
+        async with sandbox() as box:
+            await started(box, "while True: pass")
+            session = box.provisioner.session_id
+            os.kill(box.supervisor_pid, signal.SIGKILL)
+            await gone_within(2, lambda: [p for p in processes_of(box) if p != box.supervisor_pid])
+            assert (await ending(box))["reason"] == "GuestLost"
+            assert any(str(session) in line for line in sweep(state_dirs()))
+            receipt = json.loads((state_dirs().receipts / f"{session}.json").read_text())
+            assert receipt["ended"]["reason"] == "GuestLost"
+
+    asyncio.run(body())
+
+
+CLIENT = """
+import asyncio, os, sys
+sys.path.insert(0, {path!r})
+from sandboxes import sandbox
+async def body():
+    async with sandbox() as box:
+        task = asyncio.create_task(box.run("while True: pass"))
+        print(box.provisioner.session_id, flush=True)
+        await task
+asyncio.run(body())
+"""
+
+
+def test_sigkill_of_the_client_ends_the_session_as_client_gone() -> None:
+    """Case 25: kernels do not outlive their server."""
+    code = CLIENT.format(path=str(Path(__file__).parent))
+    client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
+    session = client.stdout.readline().strip()
+    client.kill()
+    client.wait()
+    client.stdout.close()
+
+    def running() -> list[int]:
+        found = []
+        for pid in guest_processes():
+            try:
+                text = Path(f"/proc/{pid}/cgroup").read_text()
+            except OSError:
+                continue
+            if session in text:
+                found.append(pid)
+        return found
+
+    asyncio.run(gone_within(2, running))
+    path = state_dirs().receipts / f"{session}.json"
+    asyncio.run(gone_within(5, lambda: not path.exists()))
+    assert json.loads(path.read_text())["ended"]["reason"] == "ClientGone"
+
+
+def test_a_stopped_supervisor_cannot_keep_its_guest_beyond_the_backstop() -> None:
+    """Spec B: the native backstop ends the guest at the run deadline + 10 s."""
+
+    async def body() -> None:
+        async with sandbox(run_deadline=3, cell_deadline=3) as box:
+            os.kill(box.supervisor_pid, signal.SIGSTOP)
+            try:
+                await gone_within(
+                    15, lambda: [p for p in processes_of(box) if p != box.supervisor_pid]
+                )
+            finally:
+                os.kill(box.supervisor_pid, signal.SIGCONT)
+            assert (await ending(box))["reason"] == "RunDeadlineExceeded"
+
+    asyncio.run(body())
+
+
+def test_a_hung_supervisor_is_killed_when_the_kernel_is_shut_down() -> None:
+    async def body() -> None:
+        async with sandbox() as box:
+            pid = box.supervisor_pid
+            os.kill(pid, signal.SIGSTOP)
+            await box.manager.shutdown_kernel(now=True)
+            assert not Path(f"/proc/{pid}").exists()
+
+    asyncio.run(body())
+
+
+def test_autorestart_gives_a_new_guest_on_the_same_run_clock() -> None:
+    """Spec A1: an autorestart after a crash does not extend the run deadline."""
+    from jupyter_client.ioloop import AsyncIOLoopKernelManager
+    from jupyter_client.kernelspec import KernelSpec
+
+    from kernel_provisioner.kernelspec import build
+
+    async def body() -> None:
+        manager = AsyncIOLoopKernelManager()
+        manager._kernel_spec = KernelSpec(
+            **build(engine="bwrap", profile="interactive", sources={})
+        )
+        await manager.start_kernel()
+        restarted = asyncio.Event()
+        manager.add_restart_callback(restarted.set, "restart")
+        client = manager.client()
+        client.start_channels()
+        try:
+            await client.wait_for_ready(timeout=60)
+            provisioner: Any = manager.provisioner
+            first, clock = provisioner.session_id, provisioner._clock_started
+            client.execute("import os; os._exit(7)")
+            await asyncio.wait_for(restarted.wait(), 30)
+            async with asyncio.timeout(30):
+                while provisioner.session_id == first or not await manager.is_alive():
+                    await asyncio.sleep(0.05)
+            await client.wait_for_ready(timeout=60)
+            assert provisioner._clock_started == clock
+            assert provisioner.receipt is None
+        finally:
+            client.stop_channels()
+            await manager.shutdown_kernel(now=True)
+        assert provisioner.receipt["previous"] == first
+
+    asyncio.run(body())
