@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import posixpath
@@ -92,7 +93,7 @@ def import_archive(
     return Imported(python, arch)
 
 
-def open_archive(archive: Path) -> BinaryIO:
+def open_archive(archive: Path) -> io.BufferedReader:
     """Open an archive for reading. Raises PrepareFailed if it is missing or not a plain file."""
     try:
         fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -104,7 +105,7 @@ def open_archive(archive: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise PrepareFailed(f"the image archive {archive} is not a file.", remedy=REMEDY)
-    return os.fdopen(fd, "rb")
+    return open(fd, "rb")
 
 
 def _unpack_outer(steps: Steps, archive: Path, target: Path) -> Mapping[str, Path]:

@@ -84,7 +84,7 @@ def build(steps: Steps, *, staging: Path, root: Path, guest: Path) -> Built:
                 scratch=staging / "pip",
             )
 
-    _both(steps, system, stack)
+    both(steps, system, stack)
     with steps.step("arranging the tree"):
         (root / site).parent.mkdir(parents=True, exist_ok=True)
         os.rename(staging / "wheels", root / site)
@@ -108,7 +108,7 @@ def build(steps: Steps, *, staging: Path, root: Path, guest: Path) -> Built:
     return Built(python, arch)
 
 
-def _both(steps: Steps, first: Callable[[], None], second: Callable[[], None]) -> None:
+def both(steps: Steps, first: Callable[[], None], second: Callable[[], None]) -> None:
     """Run two tasks at the same time; when one fails the other is stopped and the cause raised."""
     failures: list[BaseException] = []
 
@@ -254,7 +254,7 @@ def _compile(inside: Inside, recipe: Path, site: str) -> None:
         return lambda: _ignore(inside.run(command, what="byte-compiling", stdin=names))
 
     shares = [sources[index::_JOBS] for index in range(_JOBS)]
-    _both(inside.steps, task(shares[0]), task(shares[1]))
+    both(inside.steps, task(shares[0]), task(shares[1]))
 
 
 def _ignore(_output: str) -> None:

@@ -177,11 +177,12 @@ def test_environment_is_only_ours(start: object, monkeypatch: pytest.MonkeyPatch
 
 
 def test_host_files_are_absent(guest: LiveGuest) -> None:
+    checkout = str(Path(__file__).resolve().parents[2])
     text = guest.check(
-        """
+        f"""
         import os
-        paths = ['/etc/shadow', '/root', '/home', '/oldroot', '/var/run/docker.sock', '/work',
-                 '/run/backintel', '/proc/1/root/oldroot']
+        paths = ['/etc/shadow', '/root', '/home', '/oldroot', '/var/run/docker.sock', {checkout!r},
+                 {str(guest.directory)!r}, '/run/backintel', '/proc/1/root/oldroot']
         print([p for p in paths if os.path.exists(p)], sorted(os.listdir('/run')))
         print(open('/etc/passwd').read())
         """

@@ -1,4 +1,4 @@
-"""The image store (spec C1, C3, C5): idempotent, locked, interruptible, and renewed when changed."""
+"""The image store (spec C1, C3, C5): idempotent, locked, interruptible, renewed when changed."""
 
 from __future__ import annotations
 
