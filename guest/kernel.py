@@ -113,6 +113,7 @@ def _configure(connection: Mapping[str, Any]) -> Any:
     config.Session.signature_scheme = connection["signature_scheme"]
     config.IPKernelApp.transport = "ipc"
     config.IPKernelApp.parent_handle = 0
+    config.IPKernelApp.outstream_class = "backintel._outstream.BoundedOutStream"
     for port, channel in enumerate(CHANNELS, start=1):
         setattr(config.IPKernelApp, f"{channel}_port", port)
     return config

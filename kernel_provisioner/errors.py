@@ -246,7 +246,7 @@ ENDS: dict[Reason, End] = {
         "The kernel was killed for memory: limit {limit_mib:.0f} MiB, peak {peak_mib:.0f} MiB.",
     ),
     Reason.OUTPUT_LIMIT: End(
-        "limit", EXIT_LIMIT, "destroyed", "The cell wrote more output than is allowed."
+        "limit", EXIT_LIMIT, "destroyed", "The cell wrote more output than is allowed ({how})."
     ),
     Reason.CELL_LIMIT: End(
         "limit",

@@ -37,7 +37,7 @@ class GuestSpec:
     image_root: Path
     guest_code: Path
     socket_dir: Path
-    """The session's 0700 directory; the engine binds the guest's sockets ``g-1`` .. ``g-5`` in it."""
+    """The session's 0700 directory; the engine binds the guest's sockets ``g-1``..``g-5`` there."""
     sources: tuple[SourceMount, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables of the kernel that the owner named (spec E3, F3)."""

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from kernel_provisioner.errors import ENDS, Reason
+from kernel_provisioner.errors import Reason
 from kernel_provisioner.profiles import Profile
 from kernel_provisioner.session.relay import Forward, Refuse, Relay, Request
 from kernel_provisioner.session.watchdog import (
@@ -49,7 +49,8 @@ class SessionMonitor:
             started_at,
         )
         self.shutdown_expected = False
-        self._cells = 0
+        self._cells: dict[str, None] = {}
+        self._run = 0
         self._failed = 0
         self._interrupted = 0
 
@@ -59,7 +60,7 @@ class SessionMonitor:
 
     def cell_counts(self) -> dict[str, int]:
         """Return the receipt's figures."""
-        return {"run": self._cells, "failed": self._failed, "interrupted": self._interrupted}
+        return {"run": self._run, "failed": self._failed, "interrupted": self._interrupted}
 
     # -- RelayMonitor --------------------------------------------------------------------------
 
@@ -67,22 +68,21 @@ class SessionMonitor:
         """Decide on a request before it is forwarded."""
         if request.msg_type == "shutdown_request":
             self.shutdown_expected = True
-        if request.msg_type != "execute_request":
-            return Forward()
-        refusal = self._watchdog.admit(
-            request.msg_id,
-            lane=request.subshell_id,
-            counts=not request.silent,
-            now=time.monotonic(),
-        )
-        self.arm()
-        if refusal is not None:
-            return Refuse(
-                Reason.CELL_LIMIT.value,
-                ENDS[Reason.CELL_LIMIT].text.format(cells=self._profile.cells),
+        # Completion, inspection and comm messages run code too, and the shell works in order: each
+        # shell request is on the clock, only cells count against the limit of cells.
+        if request.channel == "shell":
+            refusal = self._watchdog.admit(
+                request.msg_id,
+                lane=request.subshell_id,
+                counts=request.is_cell,
+                now=time.monotonic(),
             )
-        if not request.silent:
-            self._cells += 1
+            self.arm()
+            if refusal is not None:
+                return refusal
+        if request.is_cell:
+            self._cells[request.msg_id] = None
+            self._run += 1
         return Forward()
 
     def started(self, msg_id: str) -> None:
@@ -92,8 +92,10 @@ class SessionMonitor:
 
     def replied(self, msg_id: str, status: str) -> None:
         """A final reply passed."""
-        if status == "error":
-            self._failed += 1
+        if msg_id in self._cells:
+            del self._cells[msg_id]
+            if status == "error":
+                self._failed += 1
         self._watchdog.replied(msg_id, time.monotonic())
         self.arm()
 
@@ -108,11 +110,14 @@ class SessionMonitor:
         self.arm()
 
     def output_exceeded(self, msg_id: str, detail: str) -> None:
-        """A cell's output passed a bound: say so in the cell, then interrupt, grace, kill."""
-        if self._relay is not None:
-            self._relay.notify(msg_id, f"{Reason.OUTPUT_LIMIT.value}: {detail}")
+        """A cell's output passed a bound: the relay said so in it; interrupt, grace, kill."""
+        del detail
         self._watchdog.output_exceeded(msg_id, time.monotonic())
         self.arm()
+
+    def oversized(self, detail: str) -> None:
+        """One message was larger than any may be: the connection cannot go on (spec H3)."""
+        self._end(Reason.OUTPUT_LIMIT, how=detail)
 
     def violation(self, detail: str) -> None:
         """The guest broke the protocol: its session ends, the host goes on (spec H3)."""
@@ -137,6 +142,8 @@ class SessionMonitor:
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Interrupt):
+            if not self._watchdog.running(action.msg_id):
+                return
             self._interrupted += 1
             if self._relay is not None and action.reason is Reason.CELL_DEADLINE:
                 self._relay.notify(
@@ -152,4 +159,4 @@ class SessionMonitor:
                 if action.reason is Reason.RUN_DEADLINE
                 else self._profile.cell_deadline_s
             )
-            self._end(action.reason, seconds=seconds)
+            self._end(action.reason, seconds=seconds, how="its cell did not stop in time")

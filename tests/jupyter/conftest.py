@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sandboxes import remains  # noqa: E402 - a module of these tests, not of a package
+from sandboxes import remains
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,9 @@ class Sandbox:
 
 
 @contextlib.asynccontextmanager
-async def sandbox(*, start: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Sandbox]:
+async def sandbox(
+    *, start: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Sandbox]:
     """Start a sandbox with these command-line settings; shut it down afterwards."""
     manager = SandboxKernelManager(
         command_line={"engine": "bwrap", **settings}, default_profile="interactive"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def test_waiting_for_input_pauses_the_cells_clock() -> None:
             box.client.allow_stdin = True
             box.client.execute("name = input('? ')", allow_stdin=True)
             await box.client.get_stdin_msg(timeout=30)
-            with pytest.raises(Exception, match="^$"):
+            with pytest.raises(queue.Empty):
                 await box.client.get_shell_msg(timeout=3)
             box.client.input("Ada")
             reply = await box.client.get_shell_msg(timeout=30)

@@ -143,7 +143,7 @@ def test_subshell_runs_beside_a_busy_cell() -> None:
             inner["header"]["subshell_id"] = subshell
             box.client.shell_channel.send(inner)
             replies = [await box.client.get_shell_msg(timeout=30) for _ in range(2)]
-            done = {reply["parent_header"]["msg_id"]: reply["content"]["status"] for reply in replies}
+            done = {r["parent_header"]["msg_id"]: r["content"]["status"] for r in replies}
             assert done == {message["msg_id"]: "ok", inner["msg_id"]: "ok"}
 
     asyncio.run(body())
@@ -247,9 +247,7 @@ def test_without_an_image_the_error_names_the_remedy(
     monkeypatch.setenv("BACKINTEL_HOME", str(tmp_path))
 
     async def body() -> None:
-        manager = SandboxKernelManager(
-            command_line={"engine": "bwrap"}, default_profile="analysis"
-        )
+        manager = SandboxKernelManager(command_line={"engine": "bwrap"}, default_profile="analysis")
         with pytest.raises(ImageMissing, match="backintel sandbox prepare"):
             await manager.start_kernel()
 

@@ -80,6 +80,9 @@ class RecordingMonitor:
     def output_exceeded(self, msg_id: str, detail: str) -> None:
         self._note("output_exceeded", msg_id, detail)
 
+    def oversized(self, detail: str) -> None:
+        self._note("oversized", detail)
+
     def violation(self, detail: str) -> None:
         self._note("violation", detail)
 

@@ -16,11 +16,8 @@ from kernel_provisioner.engines.base import ProcessIdentity
 from kernel_provisioner.processes import is_running
 
 CLONE_NEWNS = 0x00020000
-MS_RDONLY = 0x1
 MS_NOSUID = 0x2
 MS_NODEV = 0x4
-MS_REMOUNT = 0x20
-MS_BIND = 0x1000
 MS_REC = 0x4000
 MS_PRIVATE = 0x40000
 

@@ -47,7 +47,6 @@ class Endpoint:
         self._finishing: asyncio.TimerHandle | None = None
         self.closed = False
         self.received = 0
-        self.sent = 0
 
     @property
     def backlog(self) -> int:
@@ -95,7 +94,6 @@ class Endpoint:
         except OSError:
             self._lose()
             return
-        self.sent += done
         if done < len(data):
             self._out += data[done:]
             self._loop.add_writer(self._sock.fileno(), self._send_more)
@@ -149,7 +147,6 @@ class Endpoint:
         except OSError:
             self._lose()
             return
-        self.sent += done
         del self._out[:done]
         if self._out:
             return

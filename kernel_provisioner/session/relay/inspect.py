@@ -98,6 +98,9 @@ class RelayMonitor(Protocol):
     def output_exceeded(self, msg_id: str, detail: str) -> None:
         """A request's output passed a bound of spec H3; once for each. Empty id: of no request."""
 
+    def oversized(self, detail: str) -> None:
+        """A guest's message was over its bound; that connection to the guest is already closed."""
+
     def violation(self, detail: str) -> None:
         """Hostile or malformed guest traffic; that connection to the guest is already closed."""
 

@@ -16,6 +16,7 @@ from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
+from kernel_provisioner.errors import Reason
 from kernel_provisioner.session.relay.endpoint import CHUNK, listen
 from kernel_provisioner.session.relay.inject import Failure, Injector
 from kernel_provisioner.session.relay.inspect import (
@@ -312,6 +313,10 @@ class Relay:
         """The guest broke the protocol on a connection, which is closed."""
         self.monitor.violation(f"{channel}: {detail}")
 
+    def oversized(self, channel: str, detail: str) -> None:
+        """A message was over the bound of spec H3; its connection is closed."""
+        self.monitor.oversized(f"{channel}: {detail}")
+
     def guest_head(
         self, connection: Connection, head: Head
     ) -> tuple[bool, Callable[[int], None] | None]:
@@ -386,7 +391,9 @@ class Relay:
         """A publication was forwarded in full: charge it to its request."""
         detail = connection.meter.charge(msg_id, size=size, text=size if text else 0, messages=1)
         if detail:
-            self.notify(msg_id, f"\nThe sandbox stops this cell: {detail}.\n")
+            self.notify(
+                msg_id, f"\n{Reason.OUTPUT_LIMIT}: the sandbox stops this cell: {detail}.\n"
+            )
             self.monitor.output_exceeded(msg_id, detail)
 
     # ---- answers in the guest's place

@@ -24,6 +24,7 @@ from kernel_provisioner.session.relay.zmtp import (
     FrameParser,
     GreetingPart,
     Head,
+    MessageTooLong,
     ZmtpError,
 )
 
@@ -274,7 +275,10 @@ class Connection:
             if self.guest is not None:
                 self.guest.close()
             self._guest_gone()
-            self._relay.violation(self.channel, str(error))
+            if isinstance(error, MessageTooLong):
+                self._relay.oversized(self.channel, str(error))
+            else:
+                self._relay.violation(self.channel, str(error))
             return
         self._feeding = False
         self._flush_to_client()

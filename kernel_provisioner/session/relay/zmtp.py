@@ -30,6 +30,10 @@ class ZmtpError(Exception):
     """The peer broke ZMTP or one of the bounds; the connection cannot go on."""
 
 
+class MessageTooLong(ZmtpError):
+    """A message announces more than ``message_bytes``: too much output, not a broken peer."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParserBounds:
     """What one direction may send. Sizes in bytes.
@@ -182,14 +186,14 @@ class FrameParser:
             else:
                 raise ZmtpError(self._error)
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str, kind: type[ZmtpError] = ZmtpError) -> None:
         self._state = _BROKEN
         self._error = text
         self._kept.clear()
         self._command.clear()
         self._frames.clear()
         self._header.clear()
-        raise ZmtpError(text)
+        raise kind(text)
 
     def _valid_greeting(self, piece: memoryview) -> int:
         """Return how many bytes of ``piece`` agree with a ZMTP 3 NULL greeting."""
@@ -245,7 +249,10 @@ class FrameParser:
         self._count += 1
         self._size += len(header) + size
         if self._size > bounds.message_bytes:
-            self._fail(f"a message announces {self._size} bytes (limit {bounds.message_bytes})")
+            self._fail(
+                f"a message announces {self._size} bytes (limit {bounds.message_bytes})",
+                MessageTooLong,
+            )
         if self._count > bounds.frames:
             self._fail(f"a message has more than {bounds.frames} frames")
         if not self._streaming:
