@@ -3,28 +3,33 @@
 A record is written before anything that it names exists. "Ours" means: named by a record of this
 state directory, of this boot, and for processes of the recorded start time. ``sweep`` trusts the
 records only so far: processes are killed by identity, cgroups and directories only if they carry
-the session's name. Cleanup is idempotent; what could not be removed keeps its record.
+the session's name. Cleanup is idempotent; what could not be removed keeps its record. Sweeps run
+at any time, several at once and beside starting sessions, hence the lock around socket directories.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
-import shutil
-import signal
+import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
-from kernel_provisioner.errors import ENDS, Reason
+from kernel_provisioner.engines.leftovers import remove_leftovers
+from kernel_provisioner.errors import ENDS, Reason, StartFailed
 from kernel_provisioner.paths import StateDirs
-from kernel_provisioner.processes import boot_id, is_running, kill_and_wait
+from kernel_provisioner.processes import boot_id, identify, is_running
 
 SCHEMA = "backintel.session/1"
 _MAX_RECORD = 1 << 20
+_LOCK_TIMEOUT_S = 2.0
+# What write_json writes before the rename; the identity is its writer's.
+_STAGED = re.compile(r"\.[0-9A-Za-z._-]+\.json\.(?P<pid>[0-9]+)-(?P<start>[0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Record:
     socket_dir: Path
     created: float
     leftovers: Leftovers = field(default_factory=Leftovers)
+    export_dir: Path | None = None
+    """Where artifacts are being published: a killed publication leaves its staging there."""
 
 
 def write_record(dirs: StateDirs, record: Record) -> None:
@@ -58,13 +65,16 @@ def write_record(dirs: StateDirs, record: Record) -> None:
         "processes": [[p.pid, p.start_time] for p in record.leftovers.processes],
         "cgroups": [str(path) for path in record.leftovers.cgroups],
         "directories": [str(path) for path in record.leftovers.directories],
+        "export_dir": str(record.export_dir) if record.export_dir else None,
     }
     write_json(dirs.sessions / f"{record.session}.json", data)
 
 
 def write_json(path: Path, data: object) -> None:
     """Write a 0600 JSON file so that a reader sees the old or the new one. Raises OSError."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    me = identify(os.getpid())
+    assert me is not None  # this process runs
+    staged = path.with_name(f".{path.name}.{me.pid}-{me.start_time}")
     with contextlib.suppress(FileNotFoundError):
         staged.unlink()
     fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -101,9 +111,46 @@ def read_record(path: Path) -> Record | None:
                 tuple(map(Path, data["cgroups"])),
                 tuple(map(Path, data["directories"])),
             ),
+            export_dir=Path(data["export_dir"]) if data.get("export_dir") else None,
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def open_record(dirs: StateDirs, record: Record) -> None:
+    """Write a session's first record, before anything of it exists. Raises OSError, StartFailed.
+
+    From here on no sweep touches its socket directory, which after a restart is also that of a
+    session that may just be swept.
+    """
+    dirs.sessions.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _socket_dirs_locked(dirs):
+        write_record(dirs, record)
+
+
+@contextlib.contextmanager
+def _socket_dirs_locked(dirs: StateDirs) -> Iterator[None]:
+    """Hold the lock that orders first records and removals; it is held for milliseconds.
+
+    Raises StartFailed if somebody holds it for two seconds (a process stopped in the middle).
+    """
+    fd = os.open(dirs.sessions, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StartFailed(
+                        f"{dirs.sessions} stays locked by another process.",
+                        remedy="look for a stopped backintel process and end it.",
+                    ) from None
+                time.sleep(0.002)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _records(dirs: StateDirs) -> Iterator[tuple[Path, Record]]:
@@ -122,13 +169,6 @@ def live_sessions(dirs: StateDirs) -> list[Record]:
     return [record for _, record in _records(dirs) if is_live(record)]
 
 
-def update_leftovers(dirs: StateDirs, record: Record, leftovers: Leftovers) -> Record:
-    """Write the record anew with what is now known of the guest."""
-    record = replace(record, leftovers=leftovers)
-    write_record(dirs, record)
-    return record
-
-
 def remove_record(dirs: StateDirs, session: str) -> None:
     """Forget a session: everything that its record names is gone."""
     with contextlib.suppress(FileNotFoundError):
@@ -139,82 +179,57 @@ def sweep(dirs: StateDirs) -> list[str]:
     """Remove what dead sessions left; return one line for each session and each failure.
 
     Touches nothing of a live session. Safe to run at any time and by several processes at once.
+    Never raises: what fails is reported, and tried again by the next sweep.
     """
     lines: list[str] = []
-    in_use = {record.socket_dir for record in live_sessions(dirs)}
     for _, record in _records(dirs):
         if is_live(record):
             continue
-        failures = _clean(record, in_use)
+        try:
+            failures = _clean(dirs, record)
+            if not failures:
+                _leave_receipt(dirs, record)
+                remove_record(dirs, record.session)
+        except OSError as error:
+            failures = [f"{error.filename}: {error.strerror}"]
         if failures:
             lines += [f"session {record.session}: {failure}" for failure in failures]
-            continue
-        _leave_receipt(dirs, record)
-        remove_record(dirs, record.session)
-        lines.append(f"session {record.session}: removed what its supervisor left")
-    return lines
+        else:
+            lines.append(f"session {record.session}: removed what its supervisor left")
+    return lines + _remove_staged(dirs.sessions) + _remove_staged(dirs.receipts)
 
 
-def _clean(record: Record, in_use: set[Path]) -> list[str]:
-    failures: list[str] = []
-    if record.boot == boot_id():
-        for process in record.leftovers.processes:
-            if not kill_and_wait(process, 2.0):
-                failures.append(f"process {process.pid} could not be killed")
-        for cgroup in record.leftovers.cgroups:
-            failures += remove_cgroup(cgroup, record.session)
-    for directory in record.leftovers.directories:
-        failures += _remove_directory(directory, record.session)
-    if record.socket_dir not in in_use:
-        failures += remove_socket_dir(record.socket_dir)
+def _clean(dirs: StateDirs, record: Record) -> list[str]:
+    leftovers = record.leftovers
+    if record.boot != boot_id():
+        # Numbers and cgroups of another boot mean nothing now.
+        leftovers = Leftovers(directories=leftovers.directories)
+    failures = remove_leftovers(leftovers, record.session)
+    if record.export_dir is not None:
+        from kernel_provisioner.artifacts.publish import remove_abandoned
+
+        failures += remove_abandoned(record.export_dir)
+    try:
+        with _socket_dirs_locked(dirs):
+            if record.socket_dir not in {live.socket_dir for live in live_sessions(dirs)}:
+                failures += remove_socket_dir(record.socket_dir)
+    except StartFailed as error:
+        failures.append(error.message)
     return failures
 
 
-def remove_cgroup(cgroup: Path, session: str, *, timeout: float = 2.0) -> list[str]:
-    """Kill all in a session's cgroup and remove it; return failures (at most one line)."""
-    if session not in cgroup.name or not str(cgroup).startswith("/sys/fs/cgroup/"):
-        return [f"{cgroup} does not carry the session's name; left alone"]
-    deadline = time.monotonic() + timeout
-    while True:
+def _remove_staged(directory: Path) -> list[str]:
+    """Remove files that a killed process was about to rename; return what could not be."""
+    failures = []
+    for path in directory.glob(".*"):
+        found = _STAGED.fullmatch(path.name)
+        if found is None or is_running(ProcessIdentity(int(found["pid"]), int(found["start"]))):
+            continue
         try:
-            cgroup.rmdir()
-        except FileNotFoundError:
-            return []
+            path.unlink(missing_ok=True)
         except OSError as error:
-            if time.monotonic() > deadline:
-                return [f"{cgroup} could not be removed ({error.strerror})"]
-            _kill_members(cgroup)
-            time.sleep(0.01)
-        else:
-            return []
-
-
-def _kill_members(cgroup: Path) -> None:
-    """SIGKILL each member; membership is read again while a pidfd pins the process."""
-    try:
-        members = (cgroup / "cgroup.procs").read_text().split()
-    except OSError:
-        return
-    for member in members:
-        with contextlib.suppress(OSError):
-            fd = os.pidfd_open(int(member))
-            try:
-                if member in (cgroup / "cgroup.procs").read_text().split():
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-            finally:
-                os.close(fd)
-
-
-def _remove_directory(directory: Path, session: str) -> list[str]:
-    if session not in directory.name:
-        return [f"{directory} does not carry the session's name; left alone"]
-    try:
-        shutil.rmtree(directory)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        return [f"{directory} could not be removed ({error.strerror})"]
-    return []
+            failures.append(f"{path} could not be removed ({error.strerror})")
+    return failures
 
 
 def remove_socket_dir(path: Path) -> list[str]:
@@ -227,7 +242,8 @@ def remove_socket_dir(path: Path) -> list[str]:
         return [f"{path} could not be opened ({error.strerror})"]
     try:
         for name in os.listdir(fd):
-            os.unlink(name, dir_fd=fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
         path.rmdir()
     except FileNotFoundError:
         return []

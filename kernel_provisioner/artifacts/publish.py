@@ -2,8 +2,8 @@
 
 Contents are written into a private staging directory beside the destination, through directory
 descriptors and without following links, so nothing that the guest names decides where a byte lands.
-A crash leaves only the staging directory; the next publication beside it removes it once its lock
-shows that no process is at work in it.
+A crash leaves only the staging directory; a sweep, or the next publication beside it, removes it
+once its lock shows that no process is at work in it.
 """
 
 from __future__ import annotations
@@ -240,15 +240,24 @@ def _write_record(staging: int, name: str) -> None:
         os.close(fd)
 
 
-def _sweep(parent: int) -> None:
+def remove_abandoned(parent: Path) -> list[str]:
+    """Remove what killed publications left in a directory; return what could not be, and why."""
+    with suppress(OutputRefused), _opened_parent(parent) as fd:
+        return [f"{parent / failure}" for failure in _sweep(fd)]
+    return []  # the directory is gone, and with it what was in it
+
+
+def _sweep(parent: int) -> list[str]:
     """Remove staging directories of dead publications: ours by owner, mode, name and record.
 
-    One that is locked, or cannot be locked, or is not provably ours, is left alone.
+    One that is locked, or cannot be locked, or is not provably ours, is left alone. Returns what
+    could not be removed.
     """
+    failures: list[str] = []
     try:
         names = os.listdir(parent)
     except OSError:
-        return
+        return failures
     for name in filter(_STAGING_NAME.fullmatch, names):
         with suppress(OSError, ValueError):
             fd = os.open(name, _DIR_FLAGS, dir_fd=parent)
@@ -256,9 +265,13 @@ def _sweep(parent: int) -> None:
                 info = os.fstat(fd)
                 ours = info.st_uid == os.geteuid() and not info.st_mode & 0o077
                 if ours and _lock(fd) and _is_entry(parent, name, fd) and _recorded(fd, name):
-                    shutil.rmtree(name, dir_fd=parent)
+                    try:
+                        shutil.rmtree(name, dir_fd=parent)
+                    except OSError as error:
+                        failures.append(f"{name} could not be removed ({error.strerror})")
             finally:
                 os.close(fd)
+    return failures
 
 
 def _recorded(staging: int, name: str) -> bool:

@@ -6,7 +6,7 @@ code ran. No secrets: nothing of the environment, the key or the code is written
 
 from __future__ import annotations
 
-import platform
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ class Receipt:
             "previous": None,
             "created": time.time(),
             "product": __version__,
-            "host": {"machine": platform.machine(), "kernel": platform.release()},
+            "host": {"machine": os.uname().machine, "kernel": os.uname().release},
             "backend": None,
             "backend_requested": None,
             "isolation": None,

@@ -16,9 +16,9 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel_provisioner.engines.base import (
     CHANNELS,
@@ -30,10 +30,12 @@ from kernel_provisioner.engines.base import (
     SourceMount,
 )
 from kernel_provisioner.engines.registry import get_engine
+from kernel_provisioner.engines.leftovers import remove_directory
 from kernel_provisioner.errors import (
     ENDS,
     BackIntelError,
     DeadlineReached,
+    HostRefused,
     Reason,
     StartFailed,
     WireError,
@@ -44,17 +46,19 @@ from kernel_provisioner.processes import boot_id, identify
 from kernel_provisioner.profiles import Profile
 from kernel_provisioner.records import (
     Record,
+    open_record,
     remove_record,
     remove_socket_dir,
     sweep,
-    update_leftovers,
     write_record,
 )
 from kernel_provisioner.session.control import Control
-from kernel_provisioner.session.monitor import SessionMonitor
 from kernel_provisioner.session.receipt import Receipt, ended
-from kernel_provisioner.session.relay import Relay, RelayBounds
 from kernel_provisioner.session.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from kernel_provisioner.session.monitor import SessionMonitor
+    from kernel_provisioner.session.relay import Relay
 
 BOOT_TIMEOUT_S = 60.0
 """Most that one start phase may take; the run deadline may leave less."""
@@ -131,9 +135,8 @@ class Supervisor:
         self._staging: Path | None = None
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._exports: asyncio.Queue[Path | None] = asyncio.Queue()
-        self._monitor = SessionMonitor(
-            start.profile, start.started_at, end=self._end, interrupt=self._interrupt
-        )
+        self._monitor: SessionMonitor | None = None
+        self._shutdown_asked = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- start ---------------------------------------------------------------------------------
@@ -154,6 +157,7 @@ class Supervisor:
         """Bring the guest up; afterwards clients are bridged to it. Raises BackIntelError."""
         start = self._start_request
         await self._phase("supervisor")
+        self._open_record()
         facts = self._engine.verify()
         image = load_image(start.dirs)
         private_dir(start.dirs.runtime)
@@ -174,18 +178,7 @@ class Supervisor:
         await self._phase("verified")
         self._guest = await self._engine.start(spec)
         self._write_record(self._guest.leftovers)
-        self._relay = Relay(
-            client_paths={
-                name: start.socket_dir / f"h-{number}" for number, name in enumerate(CHANNELS, 1)
-            },
-            guest_paths=self._guest.channels,
-            key=start.key.encode(),
-            signature_scheme=start.signature_scheme,
-            monitor=self._monitor,
-            bounds=RelayBounds(),
-        )
-        self._monitor.attach(self._relay)
-        await self._relay.start()
+        await self._open_relay()
         # The tree is compared with its receipt while the guest boots (spec C4): what boots
         # meanwhile is the interpreter in its sandbox, no user code and no client's message.
         check = asyncio.create_task(asyncio.to_thread(check_receipt, image))
@@ -201,8 +194,33 @@ class Supervisor:
             check.cancel()
         await self._phase("image")
         self._telemetry = Telemetry(self._guest)
+        assert self._relay is not None
         self._relay.open()
         await self._phase("ready")
+
+    async def _open_relay(self) -> None:
+        """Bind the clients' sockets; they are bridged once the guest is ready."""
+        # Imported while the guest boots beside us: 30 ms that a start does not wait for.
+        from kernel_provisioner.session.monitor import SessionMonitor
+        from kernel_provisioner.session.relay import Relay, RelayBounds
+
+        start = self._start_request
+        assert self._guest is not None
+        self._monitor = SessionMonitor(
+            start.profile, start.started_at, end=self._end, interrupt=self._interrupt
+        )
+        self._relay = Relay(
+            client_paths={
+                name: start.socket_dir / f"h-{number}" for number, name in enumerate(CHANNELS, 1)
+            },
+            guest_paths=self._guest.channels,
+            key=start.key.encode(),
+            signature_scheme=start.signature_scheme,
+            monitor=self._monitor,
+            bounds=RelayBounds(),
+        )
+        self._monitor.attach(self._relay)
+        await self._relay.start()
 
     def _connection(self) -> dict[str, object]:
         start = self._start_request
@@ -245,29 +263,43 @@ class Supervisor:
             ],
         )
 
-    def _write_record(self, leftovers: Leftovers) -> None:
+    def _open_record(self) -> None:
+        """Write the record before anything of the session exists. Raises HostRefused."""
         start = self._start_request
+        me = identify(os.getpid())
+        assert me is not None  # this process runs
+        record = Record(
+            session=start.session,
+            kernel_id=start.kernel_id,
+            engine=start.engine,
+            profile=start.profile.name,
+            boot=boot_id(),
+            supervisor=me,
+            socket_dir=start.socket_dir,
+            created=time.time(),
+        )
+        try:
+            start.dirs.receipts.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Better no session than one that ends without a receipt.
+            if not os.access(start.dirs.receipts, os.W_OK | os.X_OK):
+                raise PermissionError(0, f"{start.dirs.receipts} is not writable")
+            open_record(start.dirs, record)
+        except OSError as error:
+            raise HostRefused(
+                f"the session cannot be recorded in {start.dirs.state} ({error.strerror}).",
+                remedy="make that directory writable, and see that its disk is not full.",
+                phase="record",
+            ) from None
+        self._record = record
+
+    def _write_record(self, leftovers: Leftovers) -> None:
+        assert self._record is not None
         if self._staging is not None and self._staging not in leftovers.directories:
             leftovers = Leftovers(
                 leftovers.processes, leftovers.cgroups, (*leftovers.directories, self._staging)
             )
-        if self._record is None:
-            me = identify(os.getpid())
-            assert me is not None  # this process runs
-            self._record = Record(
-                session=start.session,
-                kernel_id=start.kernel_id,
-                engine=start.engine,
-                profile=start.profile.name,
-                boot=boot_id(),
-                supervisor=me,
-                socket_dir=start.socket_dir,
-                created=time.time(),
-                leftovers=leftovers,
-            )
-            write_record(start.dirs, self._record)
-        else:
-            self._record = update_leftovers(start.dirs, self._record, leftovers)
+        self._record = replace(self._record, leftovers=leftovers)
+        write_record(self._start_request.dirs, self._record)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -295,7 +327,7 @@ class Supervisor:
                 case "signal":
                     self._client_signal(message.get("signum"))
                 case "shutdown":
-                    self._monitor.shutdown_expected = True
+                    self._shutdown_asked = True
                 case "kill":
                     self._end(Reason.SHUTDOWN)
                 case "close":
@@ -337,7 +369,7 @@ class Supervisor:
                 status=status,
                 seconds=self._start_request.profile.run_deadline_s,
             )
-        elif self._monitor.shutdown_expected:
+        elif self._shutdown_asked or (self._monitor and self._monitor.shutdown_expected):
             self._end(Reason.SHUTDOWN, status=status)
         elif status is None:
             self._end(Reason.GUEST_LOST, how="its process is gone and left no status")
@@ -389,6 +421,11 @@ class Supervisor:
         try:
             if self._guest is None:
                 raise StartFailed("there was no guest to export from.")
+            assert self._record is not None  # there is a guest
+            # A publication that is killed leaves its staging beside the destination.
+            self._record = replace(self._record, export_dir=destination.parent)
+            with contextlib.suppress(OSError):
+                write_record(self._start_request.dirs, self._record)
             limits = ExportLimits(max_bytes=self._start_request.profile.artifacts_bytes)
             deadline = time.monotonic() + EXPORT_TIMEOUT_S
             with self._guest.artifacts() as stream:
@@ -416,23 +453,29 @@ class Supervisor:
                 peak_memory_method=self._telemetry.latest.peak_memory_method,
                 cpu_seconds=self._telemetry.latest.cpu_seconds,
             )
-        self._receipt.update(cells=self._monitor.cell_counts())
+        if self._monitor is not None:
+            self._receipt.update(cells=self._monitor.cell_counts())
         if self._guest is not None:
             failures += await self._guest.destroy(DESTROY_TIMEOUT_S)
         if self._staging is not None:
-            import shutil
-
-            shutil.rmtree(self._staging, ignore_errors=True)
+            failures += remove_directory(self._staging, start.session)
         failures += remove_socket_dir(start.socket_dir)
         self._receipt.update(leftovers=failures)
-        path = ""
+        if not failures:
+            # First, for it frees the space that a receipt needs on a full disk.
+            try:
+                remove_record(start.dirs, start.session)
+            except OSError as error:
+                self._receipt.update(leftovers=[f"its record ({error.strerror})"])
+        unsaved = None
         try:
-            path = str(self._receipt.write(start.dirs.receipts))
+            self._receipt.write(start.dirs.receipts)
         except OSError as error:
             print(f"backintel: no receipt written ({error.strerror})", file=sys.stderr)
-        if not failures:
-            remove_record(start.dirs, start.session)
-        await self._control.send("gone", receipt=path)
+            unsaved = self._receipt.data
+        # What could not be stored is at least told.
+        if not await self._control.send("gone", unsaved=unsaved):
+            await self._control.send("gone", unsaved=None)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -490,10 +533,10 @@ class Supervisor:
     async def _fail(self, failure: BackIntelError) -> None:
         if self._guest is not None:
             self._guest.kill()
+        # A start that was given up because its owner left is no failure of the engine.
+        reason = self._ending.result().reason if self._ending.done() else Reason.ENGINE_FAILED
         self._receipt.update(
-            ended=ended(
-                Reason.ENGINE_FAILED.value, "infrastructure", str(failure), code=failure.code
-            )
+            ended=ended(reason.value, ENDS[reason].kind, str(failure), code=failure.code)
         )
         await self._control.send("failed", error=failure.as_dict())
 
@@ -501,6 +544,7 @@ class Supervisor:
         assert self._telemetry is not None
         self._spawn(self._watch_guest())
         self._spawn(self._telemetry.run())
+        assert self._monitor is not None
         self._monitor.arm()
         await self._control.send("ready", timings=self._receipt.data["timings_ms"])
         # Another session's remains are removed off the start-up path.
@@ -553,6 +597,9 @@ async def supervise(sock: socket.socket) -> None:
             await control.send("failed", error=error.as_dict())
         return
     await supervisor.run()
+    # A thread may still copy a database for a start that was given up; nobody waits for it.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def main() -> None:

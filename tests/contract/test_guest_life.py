@@ -16,7 +16,7 @@ import pytest
 from live_guest import LiveGuest, Starter, small, wait_gone
 
 from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
-from kernel_provisioner.engines.bwrap import remove_leftovers
+from kernel_provisioner.engines.leftovers import PREFIX, remove_leftovers
 from kernel_provisioner.errors import AttestationFailed, BackIntelError, StartFailed
 from kernel_provisioner.paths import guest_code_dir
 
@@ -261,7 +261,8 @@ def test_sigkill_of_the_supervisor_ends_everything(engine: str) -> None:
     assert len(pids) > 40
 
     recorded = tuple(ProcessIdentity(int(pid), int(started)) for pid, started in pairs)
-    assert remove_leftovers(Leftovers(recorded, cgroups)) == []
+    session = cgroups[0].name.removeprefix(PREFIX)
+    assert remove_leftovers(Leftovers(recorded, cgroups), session) == []
     assert [path for path in cgroups if path.exists()] == []
     for number in range(1, 6):
         (directory / f"g-{number}").unlink()
@@ -275,10 +276,11 @@ def test_stopped_supervisor_does_not_keep_leftovers_alive(start: Starter) -> Non
     live.wait_for_text("family stands")
     pids = [pid for pid in live.processes() if pid != live.guest.leftovers.processes[0].pid]
     left = live.guest.leftovers
+    session = live.spec.session
     wrong = tuple(ProcessIdentity(p.pid, p.start_time + 1) for p in left.processes)
-    assert remove_leftovers(replace(left, processes=wrong, cgroups=())) == []
+    assert remove_leftovers(replace(left, processes=wrong, cgroups=()), session) == []
     assert live.processes() != []
-    remove_leftovers(left, 3)
+    remove_leftovers(left, session, 3)
     assert wait_gone(pids) == []
 
 

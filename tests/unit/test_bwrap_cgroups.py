@@ -11,6 +11,7 @@ from unprivileged import as_user
 
 from kernel_provisioner.engines.bwrap import cgroups, scope
 from kernel_provisioner.engines.bwrap.cgroups import Caps, HostView, V1Group, V2Group
+from kernel_provisioner.engines.leftovers import remove_cgroup
 from kernel_provisioner.errors import HostRefused
 from kernel_provisioner.profiles import BUILTIN
 
@@ -164,21 +165,21 @@ def test_existing_directory_of_that_name_is_refused(tmp_path: Path) -> None:
 def test_remove_touches_only_our_names(tmp_path: Path) -> None:
     stranger = tmp_path / "stranger"
     stranger.mkdir()
-    assert cgroups.remove(stranger, 0.0) is False
+    assert remove_cgroup(stranger, 0.0) is False
     assert stranger.is_dir()
     ours = tmp_path / NAME
     ours.mkdir()
-    assert cgroups.remove(ours, 0.0) is True
-    assert cgroups.remove(ours, 0.0) is True
+    assert remove_cgroup(ours, 0.0) is True
+    assert remove_cgroup(ours, 0.0) is True
     assert not ours.exists()
 
 
 def test_remove_that_fails_is_reported(tmp_path: Path) -> None:
     ours = tmp_path / NAME
     (ours / "busy").mkdir(parents=True)
-    assert cgroups.remove(ours, 0.0) is False
+    assert remove_cgroup(ours, 0.0) is False
     (ours / "busy").rmdir()
-    assert cgroups.remove(ours, 0.0) is True
+    assert remove_cgroup(ours, 0.0) is True
 
 
 def test_caps_of_a_profile_leave_room_for_bubblewrap() -> None:

@@ -2,24 +2,22 @@
 
 Order of preference: a delegated cgroup v2 beside our own leaf, a systemd scope, cgroup v1
 directories beneath our own; without any of them the start is refused, because rlimits do not bound
-memory. Every value is written, read back and compared. The guest cannot see or reach any of this:
-the only input that is not the kernel's is the list of member processes, and that is only killed.
+memory. Every value is written, read back and compared. The guest cannot see or reach any of this;
+removal is in engines/leftovers.py.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from kernel_provisioner.engines.bwrap import linux
+from kernel_provisioner.engines.leftovers import PREFIX
 from kernel_provisioner.errors import HostRefused
 from kernel_provisioner.profiles import Profile
 
-PREFIX = "backintel-"
 CONTROLLERS = ("memory", "cpu", "pids")
 BWRAP_TASKS = 2
 """bubblewrap's monitor outside the sandbox and its process 1 inside."""
@@ -369,59 +367,3 @@ def choose(session: str, view: HostView, scope: Callable[[HostView, str], Group 
         f"no memory, CPU and task limit can be set on this host: {'; '.join(reasons)}.",
         remedy=_REMEDY,
     )
-
-
-def members(path: Path) -> list[int]:
-    """Return the processes of one directory; empty if it is gone."""
-    try:
-        return [int(pid) for pid in (path / "cgroup.procs").read_text().split() if pid != "0"]
-    except OSError:
-        return []
-
-
-def kill_members(path: Path, deadline: float) -> bool:
-    """SIGKILL all members until none is left; True if none is. ``deadline`` is CLOCK_MONOTONIC.
-
-    Members can fork while they are listed, hence the loop; the task limit bounds it.
-    """
-    while pids := members(path):
-        for pid in pids:
-            _kill_member(path, pid)
-        if time.monotonic() >= deadline:
-            return not members(path)
-        time.sleep(0.002)
-    return True
-
-
-def _kill_member(path: Path, pid: int) -> None:
-    try:
-        fd = os.pidfd_open(pid)
-    except OSError:
-        return
-    try:
-        # Between the listing and the pidfd the number may have passed to a process outside.
-        if pid in members(path):
-            linux.pidfd_kill(fd, 9)
-    finally:
-        os.close(fd)
-
-
-def remove(path: Path, deadline: float) -> bool:
-    """Kill what is in a directory of ours and remove it; True if it is gone.
-
-    Removal answers EBUSY until the kernel has freed the last task, hence the retries.
-    """
-    if not path.name.startswith(PREFIX):
-        return False
-    while True:
-        kill_members(path, deadline)
-        try:
-            path.rmdir()
-        except FileNotFoundError:
-            return True
-        except OSError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.002)
-        else:
-            return True

@@ -27,8 +27,9 @@ from kernel_provisioner.engines.base import (
 from kernel_provisioner.engines.bwrap import attestation, cgroups, export, linux, waiting
 from kernel_provisioner.engines.bwrap.output import OutputTail, explain
 from kernel_provisioner.engines.bwrap.paths import channel_paths, remove_sockets
+from kernel_provisioner.engines.leftovers import members, remove_cgroup
 from kernel_provisioner.errors import AttestationFailed, StartFailed, WireError
-from kernel_provisioner.processes import identify, kill_and_wait
+from kernel_provisioner.processes import identify
 
 _READ = 65536
 _NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
@@ -218,13 +219,19 @@ class BwrapGuest:
         """The monitor ended: take its status. bubblewrap reports a signal n as exit 128 + n."""
         held = self._held
         asyncio.get_running_loop().remove_reader(held.monitor_fd)
+        # Process 1 asks the kernel to die with the monitor only when it has set the sandbox up: a
+        # monitor killed before that would leave a guest that no longer dies with this process.
+        linux.pidfd_kill(held.child_fd, signal.SIGKILL)
         try:
             _, status = os.waitpid(held.monitor.pid, 0)
         except ChildProcessError:
             code: int | None = None
         else:
             code = os.waitstatus_to_exitcode(status)
-            if 128 < code <= 128 + signal.SIGRTMAX:
+            if code < 0:
+                # The monitor itself was killed, which nothing in the sandbox can do.
+                code = None
+            elif 128 < code <= 128 + signal.SIGRTMAX:
                 code = 128 - code
         if not self._exit.done():
             self._exit.set_result(GuestExit(code))
@@ -266,7 +273,7 @@ class BwrapGuest:
         """Add up the CPU time of live processes and their reaped children; never falling."""
         ticks = os.sysconf("SC_CLK_TCK")
         total = 0
-        for pid in cgroups.members(self._held.group.paths[0]):
+        for pid in members(self._held.group.paths[0]):
             total += linux.cpu_ticks(pid)
         return max(self._last.cpu_seconds, total / ticks)
 
@@ -314,18 +321,4 @@ class BwrapGuest:
 
 def remove_groups(paths: Sequence[Path], deadline: float) -> list[str]:
     """Empty and remove cgroups; return what is left. ``deadline`` is CLOCK_MONOTONIC."""
-    return [f"cgroup {path}" for path in paths if not cgroups.remove(path, deadline)]
-
-
-def remove_leftovers(leftovers: Leftovers, timeout: float = 2.0) -> list[str]:
-    """End and remove what a killed supervisor's guest left; return what could not be.
-
-    Processes are killed only by identity and cgroups only by our prefix, so that neither a number
-    nor a path that somebody else has since taken is touched. Blocks up to ``timeout`` seconds.
-    """
-    deadline = waiting.deadline_in(timeout)
-    left = []
-    for process in leftovers.processes:
-        if not kill_and_wait(process, waiting.left(deadline)):
-            left.append(f"process {process.pid}")
-    return left + remove_groups(leftovers.cgroups, deadline)
+    return [f"cgroup {path}" for path in paths if not remove_cgroup(path, deadline)]

@@ -54,6 +54,11 @@ def run_child(launch: Launch) -> NoReturn:
     """Become bubblewrap. On an error write ``{"phase", "message"}`` to ``launch.errors``."""
     phase = "launch"
     try:
+        # Before anything can block: while this process waits at the gate nothing else ends it, for
+        # it holds the gate's other end itself.
+        linux.set_parent_death_signal()
+        if os.getppid() != launch.parent:
+            os._exit(126)
         _reset_signals()
         os.setsid()
         # Host limits apply from the first instruction of bubblewrap on: nothing happens before
@@ -67,7 +72,7 @@ def run_child(launch: Launch) -> NoReturn:
             _drop_root()
         phase = "launch"
         linux.set_no_new_privs()
-        # Last, because a change of credentials clears it; then the parent may be gone already.
+        # Again, because a change of credentials clears it; the parent may have gone meanwhile.
         linux.set_parent_death_signal()
         if os.getppid() != launch.parent:
             os._exit(126)

@@ -1,0 +1,106 @@
+"""Ends and removes what a session left on the host: by identity, by name, and never by guesswork.
+
+Used by a supervisor for its own guest and by a sweep for a dead supervisor's. A process is killed
+only if its start time is the recorded one, or while it is a member of a control group that carries
+the session's name; so neither a number nor a path that somebody else has since taken is touched.
+Everything is idempotent and bounded in time. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from kernel_provisioner.engines.base import Leftovers
+from kernel_provisioner.processes import kill_and_wait
+
+PREFIX = "backintel-"
+"""Every control group of ours is named ``backintel-<session>`` (a systemd scope: ``.scope``)."""
+_RETRY_S = 0.002
+
+
+def remove_leftovers(leftovers: Leftovers, session: str, timeout: float = 2.0) -> list[str]:
+    """End and remove what a killed supervisor's guest left; return what could not be, and why.
+
+    Blocks up to about ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    left = []
+    for process in leftovers.processes:
+        if not kill_and_wait(process, max(0.0, deadline - time.monotonic())):
+            left.append(f"process {process.pid} could not be killed")
+    for cgroup in leftovers.cgroups:
+        if not _is_of(cgroup, session):
+            left.append(f"{cgroup} does not carry the session's name; left alone")
+        elif not remove_cgroup(cgroup, deadline):
+            left.append(f"cgroup {cgroup} could not be removed")
+    for directory in leftovers.directories:
+        left += remove_directory(directory, session)
+    return left
+
+
+def _is_of(cgroup: Path, session: str) -> bool:
+    inside = str(cgroup).startswith("/sys/fs/cgroup/")
+    return inside and cgroup.name.removesuffix(".scope") == PREFIX + session
+
+
+def remove_directory(directory: Path, session: str) -> list[str]:
+    """Remove a private directory that carries the session's name; return why it could not be."""
+    if directory.name != session:
+        return [f"{directory} does not carry the session's name; left alone"]
+    reason = ""
+    # Another sweep may be at work in it, or a thread that still writes: look again.
+    for _ in range(3):
+        try:
+            shutil.rmtree(directory)
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if not directory.exists():
+            return []
+    return [f"{directory} could not be removed ({reason})"]
+
+
+def members(cgroup: Path) -> list[int]:
+    """Return the processes of one control group; empty if it is gone."""
+    try:
+        return [int(pid) for pid in (cgroup / "cgroup.procs").read_text().split() if pid != "0"]
+    except OSError:
+        return []
+
+
+def _kill_members(cgroup: Path) -> None:
+    for pid in members(cgroup):
+        with suppress(OSError):
+            fd = os.pidfd_open(pid)
+            try:
+                # Between the listing and the pidfd the number may have passed to a process outside.
+                if pid in members(cgroup):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+            finally:
+                os.close(fd)
+
+
+def remove_cgroup(cgroup: Path, deadline: float) -> bool:
+    """Kill what is in a group of ours and remove it; True once it is gone.
+
+    Members can fork while they are listed, and removal answers EBUSY until the kernel has freed
+    the last task: hence the retries, until ``deadline`` (CLOCK_MONOTONIC).
+    """
+    if not cgroup.name.startswith(PREFIX):
+        return False
+    while True:
+        _kill_members(cgroup)
+        try:
+            cgroup.rmdir()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_RETRY_S)
+        else:
+            return True
