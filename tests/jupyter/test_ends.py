@@ -18,7 +18,7 @@ from sandboxes import Sandbox, gone_within, guest_processes, sandbox
 from test_session import started
 
 from kernel_provisioner.paths import state_dirs
-from kernel_provisioner.records import sweep
+from kernel_provisioner.records import live_sessions, sweep
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.filterwarnings("default")]
 
@@ -220,6 +220,47 @@ def test_sigkill_of_the_supervisor_ends_everything() -> None:
             assert any(str(session) in line for line in sweep(state_dirs()))
             receipt = json.loads((state_dirs().receipts / f"{session}.json").read_text())
             assert receipt["ended"]["reason"] == "GuestLost"
+
+    asyncio.run(body())
+
+
+# x86-64 code for process 1: prctl(PR_SET_PDEATHSIG, 0), then for ever wait4 and pause.
+TAKE_OVER = """
+import os, time
+pc = int(open('/proc/1/syscall').read().split()[-1], 16)
+code = bytes.fromhex(
+    'b89d000000bf0100000031f631d24d31d24d31c00f05'
+    'b83d000000bfffffffff31f631d24d31d20f05b8220000000f05ebe3'
+)
+with open('/proc/1/mem', 'rb+', buffering=0) as memory:
+    memory.seek(pc)
+    print('wrote', memory.write(code))
+if os.fork() == 0:  # an orphan's end wakes process 1, which runs the code then
+    if os.fork() == 0:
+        os._exit(0)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "monitor"])
+def test_a_guest_that_takes_over_process_1_cannot_outlive_its_session(victim: str) -> None:
+    """Process 1 has the guest's uid: its parent-death signal alone would not hold."""
+
+    async def body() -> None:
+        async with sandbox() as box:
+            result = await box.run(TAKE_OVER)
+            assert result.text == "wrote 50\n"
+            monitor, child, *_ = next(
+                record.leftovers.processes
+                for record in live_sessions(state_dirs())
+                if record.session == box.provisioner.session_id
+            )
+            state = Path(f"/proc/{child.pid}/syscall")
+            await gone_within(5, lambda: state.read_text().split()[0] not in ("34", "61"))
+            os.kill({"supervisor": box.supervisor_pid, "monitor": monitor.pid}[victim], 9)
+            await gone_within(2, lambda: [p for p in processes_of(box) if p != box.supervisor_pid])
+            assert (await ending(box))["reason"] == "GuestLost"
+            sweep(state_dirs())
 
     asyncio.run(body())
 

@@ -15,7 +15,7 @@ import threading
 from contextlib import ExitStack
 
 from kernel_provisioner.engines.base import EngineFacts, GuestSpec, Leftovers, ProcessIdentity
-from kernel_provisioner.engines.bwrap import cgroups, linux, waiting
+from kernel_provisioner.engines.bwrap import cgroups, keeper, linux, waiting
 from kernel_provisioner.engines.bwrap.binary import Binary, load_pins, verify_binary
 from kernel_provisioner.engines.bwrap.guest import BwrapGuest, Held, remove_groups
 from kernel_provisioner.engines.bwrap.launcher import run_child
@@ -94,6 +94,7 @@ async def _start(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Bwrap
             child_fd = linux.open_identity(child)
             if child_fd is None:
                 raise explain(output.text(), "its process 1 ended", "launch")
+            ended_by = keeper.start(monitor_fd, child_fd, spec.backstop_s)
         except BaseException:
             _abandon(spec, group, pid, monitor_fd, output, ends.control)
             raise
@@ -105,6 +106,7 @@ async def _start(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Bwrap
             monitor_fd=monitor_fd,
             child=child,
             child_fd=child_fd,
+            keeper=ended_by,
             control=ends.control,
             output=output,
             read_only=frozenset(item.target for item in plan.items),

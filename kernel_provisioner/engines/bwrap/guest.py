@@ -24,7 +24,14 @@ from kernel_provisioner.engines.base import (
     ProcessIdentity,
     Sample,
 )
-from kernel_provisioner.engines.bwrap import attestation, cgroups, export, linux, waiting
+from kernel_provisioner.engines.bwrap import (
+    attestation,
+    cgroups,
+    export,
+    keeper,
+    linux,
+    waiting,
+)
 from kernel_provisioner.engines.bwrap.output import OutputTail, explain
 from kernel_provisioner.engines.bwrap.paths import channel_paths, remove_sockets
 from kernel_provisioner.engines.leftovers import members, remove_cgroup
@@ -46,6 +53,7 @@ class Held:
     monitor_fd: int
     child: ProcessIdentity
     child_fd: int
+    keeper: ProcessIdentity
     control: socket.socket
     output: OutputTail
     read_only: frozenset[str]
@@ -84,7 +92,7 @@ class BwrapGuest:
     def leftovers(self) -> Leftovers:
         """What a sweep has to end and remove if the supervisor is killed."""
         held = self._held
-        return Leftovers((held.monitor, held.child), held.group.paths, ())
+        return Leftovers((held.monitor, held.child, held.keeper), held.group.paths, ())
 
     async def wait_attested(self, timeout: float) -> Mapping[str, object]:
         """Return the guest's facts after comparing them with what was asked.
@@ -233,6 +241,8 @@ class BwrapGuest:
                 code = None
             elif 128 < code <= 128 + signal.SIGRTMAX:
                 code = 128 - code
+        # Process 1 ends before its monitor, unless guest code has taken it over.
+        linux.pidfd_kill(held.child_fd, signal.SIGKILL)
         if not self._exit.done():
             self._exit.set_result(GuestExit(code))
 
@@ -311,6 +321,7 @@ class BwrapGuest:
     def _close(self) -> None:
         held = self._held
         held.closed = True
+        keeper.reap(held.keeper)
         held.output.close()
         held.control.close()
         for fd in (held.monitor_fd, held.child_fd, self._kernel_fd, self._artifacts_fd):

@@ -1,0 +1,81 @@
+"""The keeper: a process outside the guest's reach that ends it when nobody else does.
+
+bubblewrap's die-with-parent and the timer on its monitor both end process 1 of the sandbox by its
+parent-death signal. Guest code has the uid of that process and can rewrite it: through /proc/1/mem
+it was measured to clear the signal and to outlive a killed supervisor. So a fork of the supervisor,
+in no namespace and no cgroup of the guest, holds pidfds of all three and sends SIGKILL itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from typing import NoReturn
+
+from kernel_provisioner.engines.base import ProcessIdentity
+from kernel_provisioner.engines.bwrap import linux
+from kernel_provisioner.processes import identify
+
+_INSIST_S = 0.1
+"""How often a kill is repeated until the kernel has taken the sandbox down."""
+
+
+def start(monitor_fd: int, child_fd: int, backstop_s: float) -> ProcessIdentity:
+    """Fork the keeper; call it on a process's main thread. Raises OSError.
+
+    It ends the guest when the calling process or bubblewrap's monitor is gone, or ``backstop_s``
+    seconds from now, and ends itself when the guest is gone. The caller reaps it.
+    """
+    owner = os.pidfd_open(os.getpid())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _run(owner, monitor_fd, child_fd, time.monotonic() + backstop_s)
+    finally:
+        os.close(owner)
+    identity = identify(pid)
+    if identity is None:
+        raise OSError("the keeper of the sandbox ended at once")
+    return identity
+
+
+def reap(keeper: ProcessIdentity) -> None:
+    """Collect a keeper whose guest is gone; kill it first, for it has nothing left to do."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(keeper.pid, signal.SIGKILL)  # our own child, not yet reaped: the pid is its own
+        os.waitpid(keeper.pid, 0)
+
+
+def _run(owner: int, monitor: int, child: int, deadline: float) -> NoReturn:
+    try:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        owner, monitor, child = _only(owner, monitor, child)
+        poller = select.poll()
+        for fd in (owner, monitor, child):
+            poller.register(fd, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0 and not poller.poll(left * 1000):
+            pass
+        alive = select.poll()
+        alive.register(child, select.POLLIN)
+        while not alive.poll(0):
+            linux.pidfd_kill(child, signal.SIGKILL)
+            alive.poll(_INSIST_S * 1000)
+    finally:
+        os._exit(0)
+
+
+def _only(*fds: int) -> list[int]:
+    """Keep just these descriptors, from 3 on; the rest would hold sockets of the supervisor open."""
+    spare = [os.dup(fd) for fd in fds]
+    high = [os.dup2(fd, max(spare) + 1 + number) for number, fd in enumerate(spare)]
+    kept = [os.dup2(fd, 3 + number) for number, fd in enumerate(high)]
+    os.closerange(3 + len(kept), os.sysconf("SC_OPEN_MAX"))
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    return kept

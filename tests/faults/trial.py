@@ -1,0 +1,342 @@
+"""One kill: wait for its barrier, kill its victims, judge what is left and what was told."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sqlite3
+import time
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+import actor
+import observe
+from schedule import Kill, Victim
+
+from kernel_provisioner.engines.base import ProcessIdentity
+from kernel_provisioner.errors import ENDS, Reason
+from kernel_provisioner.paths import StateDirs
+from kernel_provisioner.processes import identify, is_running, kill_and_wait
+from kernel_provisioner.records import read_record, sweep
+
+NO_PROCESS_AFTER_S = 2.0
+CLIENT_BOUND_S = 10.0
+BARRIER_BOUND_S = 40.0
+ATTEMPTS = 20
+_LOOK_S = 0.0003
+
+
+class Missed(Exception):
+    """The event passed, or the victim was gone, before the kill: the session proves nothing."""
+
+
+@dataclass
+class Lab:
+    """What all trials share: a home, a fork server of clients, and the figures."""
+
+    dirs: StateDirs
+    environment: dict[str, str]
+    directory: Path
+    context: ForkServerContext
+    kills: Counter[str] = field(default_factory=Counter)
+    missed: int = 0
+    late: int = 0
+    left: int = 0
+    slowest_client_s: float = 0.0
+    slowest_end_s: float = 0.0
+
+    @classmethod
+    def open(cls, dirs: StateDirs, environment: dict[str, str], directory: Path) -> Lab:
+        """Start the fork server: it imports the client once, so that each costs a fork."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["actor"])
+        database = directory / "source.sqlite"
+        with closing(sqlite3.connect(database)) as made, made:
+            # Large enough that the copy can be met half-way.
+            made.execute("CREATE TABLE t AS SELECT zeroblob(1 << 20) AS b")
+            for _ in range(5):
+                made.execute("INSERT INTO t SELECT b FROM t")
+        return cls(dirs, environment, directory, context)
+
+    def part(self, does: str, profile: str) -> actor.Part:
+        """Return what a client has to do."""
+        settings: dict[str, object] = {"profile": profile}
+        if does == "staged":
+            settings["sources"] = {"data": str(self.directory / "source.sqlite")}
+        exports = self.directory / "exports"
+        shutil.rmtree(exports, ignore_errors=True)
+        exports.mkdir()
+        return actor.Part(does, settings, self.environment, str(exports / "artifacts"))
+
+    def perform(self, kill: Kill) -> None:
+        """Do one entry of the schedule; raises AssertionError with all that is wrong."""
+        seen: object = None
+        for _ in range(ATTEMPTS):
+            trial = Trial(self, self.part(kill.barrier.does, kill.profile))
+            try:
+                trial.meet(kill)
+            except Missed as missed:
+                seen = missed
+                self.missed += 1
+                trial.let_go()
+                continue
+            self.kills["+".join(kill.victims)] += 1
+            trial.judge(kill)
+            return
+        raise AssertionError(f"{kill} was not met in {ATTEMPTS} sessions; the last one: {seen}")
+
+    def prove_next_start(self) -> None:
+        """A session that nobody disturbs comes up, ends in order, and leaves nothing."""
+        trial = Trial(self, self.part("plain", "tiny"))
+        trial.let_go()
+        assert trial.told.get("reason") == Reason.SHUTDOWN, trial.told
+
+
+class Trial:
+    """One client process and all that is seen of its session (after a restart: sessions)."""
+
+    def __init__(self, lab: Lab, part: actor.Part) -> None:
+        self._lab = lab
+        self._mounts = observe.mounts()
+        self._events: set[str] = set()
+        self.told: dict[str, object] = {}
+        self._sessions: set[str] = set()
+        self._recorded: set[str] = set()
+        self._socket_dirs: set[Path] = set()
+        self._exports = Path(part.destination).parent
+        self._finished = False
+        self._reports, theirs = lab.context.Pipe(duplex=False)
+        self._process: ForkServerProcess = lab.context.Process(
+            target=actor.perform, args=(theirs, part), name="backintel-test-client"
+        )
+        self._process.start()
+        theirs.close()
+        found = identify(self._pid)
+        assert found is not None
+        self._client = found
+
+    @property
+    def _pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    # -- watching ------------------------------------------------------------------------------
+
+    def _listen(self, seconds: float) -> None:
+        """Take the client's reports, waiting at most this long for one."""
+        if self._finished:
+            return
+        reports: Connection = self._reports
+        while reports.poll(seconds):
+            seconds = 0.0
+            try:
+                event, facts = reports.recv()
+            except EOFError:
+                self._finished = True
+                return
+            self._events.add(event)
+            if event.startswith(("phase", "again")):
+                self._sessions.add(facts["session"])
+                self._socket_dirs.add(Path(facts["socket_dir"]))
+            elif event in ("failed", "refused", "done"):
+                self.told = {**self.told, **facts}
+
+    def _look(self) -> None:
+        """Remember the session of each record that is there."""
+        for path in observe.entries(self._lab.dirs.sessions):
+            if path.suffix == ".json" and (record := read_record(path)) is not None:
+                self._sessions.add(record.session)
+                self._recorded.add(record.session)
+                self._socket_dirs.add(record.socket_dir)
+
+    def _supervisor(self) -> int | None:
+        for pid in observe.children(self._pid):
+            if b"kernel_provisioner.session.supervisor" in observe.command(pid):
+                return pid
+        return None
+
+    def _find(self, victim: Victim) -> ProcessIdentity | None:
+        pid: int | None = self._pid
+        if victim is not Victim.CLIENT:
+            pid = self._supervisor()
+            for step in (Victim.MONITOR, Victim.INIT, Victim.KERNEL):
+                if victim is Victim.SUPERVISOR:
+                    break
+                pid = observe.first_child(pid)
+                if victim is step:
+                    break
+        return identify(pid) if pid is not None else None
+
+    def _met(self, event: str) -> bool:
+        """Whether the barrier's event has come."""
+        lab = self._lab
+        match event:
+            case "spawned":
+                return self._supervisor() is not None
+            case "recorded":
+                return bool(self._recorded)
+            case "socket directory":
+                return any(path.is_dir() for path in self._socket_dirs)
+            case "staging directory":
+                return bool(observe.entries(lab.dirs.state / "staging"))
+            case "staged copy":
+                return any((lab.dirs.state / "staging").glob("*/*"))
+            case "guest sockets":
+                return any((path / "g-5").exists() for path in self._socket_dirs)
+            case "client sockets":
+                return any((path / "h-5").exists() for path in self._socket_dirs)
+            case "launcher":
+                return self._find(Victim.MONITOR) is not None
+            case "bubblewrap":
+                found = self._find(Victim.MONITOR)
+                return found is not None and observe.command(found.pid).startswith(b"bwrap")
+            case "process 1":
+                return self._find(Victim.INIT) is not None
+            case "cgroup":
+                return any(observe.control_groups(session) for session in self._sessions)
+            case "cgroup entered":
+                return any(observe.members(session) for session in self._sessions)
+            case "export staging":
+                return any(self._exports.glob(".backintel-export-*"))
+            case "exported":
+                return (self._exports / "artifacts").is_dir()
+            case "cgroup gone":
+                return "closing" in self._events and not any(
+                    observe.control_groups(session) for session in self._sessions
+                )
+            case "receipt":
+                return any(
+                    (lab.dirs.receipts / f"{session}.json").exists() for session in self._sessions
+                )
+        return event in self._events
+
+    def meet(self, kill: Kill) -> None:
+        """Wait for the barrier and kill the victims at once. Raises Missed."""
+        deadline = time.monotonic() + BARRIER_BOUND_S
+        while True:
+            self._listen(_LOOK_S)
+            self._look()
+            if self._met(kill.barrier.event):
+                break
+            if self._finished:
+                raise Missed(f"{sorted(self._events)} {self.told}")
+            assert time.monotonic() < deadline, f"{kill}: the barrier never came: {self._events}"
+        found = [self._find(victim) for victim in kill.victims]
+        for victim in found:
+            if victim is None or not _kill(victim):
+                raise Missed(f"{sorted(self._events)} {self.told}")
+        self._killed_at = time.monotonic()
+
+    # -- judging -------------------------------------------------------------------------------
+
+    def judge(self, kill: Kill) -> None:
+        """Compare what is left and told with the promise; the whole of it goes into the error."""
+        lab = self._lab
+        wrong: list[str] = []
+        owner_hit = Victim.CLIENT in kill.victims or Victim.SUPERVISOR in kill.victims
+        by = self._killed_at + NO_PROCESS_AFTER_S
+        late = observe.gone_by(by, self._all if owner_hit else self._guest)
+        lab.slowest_end_s = max(lab.slowest_end_s, time.monotonic() - self._killed_at)
+        if Victim.CLIENT not in kill.victims:
+            wrong += self._judge_client()
+        late += observe.gone_by(max(by, time.monotonic() + NO_PROCESS_AFTER_S), self._all)
+        if late:
+            lab.late += 1
+            wrong += [f"still runs: {p.pid} {observe.command(p.pid)[:80]!r}" for p in late]
+        self._look()
+        recorded = set(self._recorded)
+        lines = sweep(lab.dirs)
+        wrong += [line for line in lines if not line.endswith("removed what its supervisor left")]
+        left = observe.residue(lab.dirs, self._sessions, self._socket_dirs, self._exports)
+        left += [f"mount {point}" for point in observe.mounts() - self._mounts]
+        if left:
+            lab.left += 1
+            wrong += [f"left after a sweep: {path}" for path in left]
+        for session in recorded:
+            wrong += self._judge_receipt(session)
+        self._close()
+        assert not wrong, f"{kill}\n" + "\n".join(wrong)
+
+    def _all(self) -> list[ProcessIdentity]:
+        self._look()
+        return [*observe.marked(self._lab.environment["HOME"]), *self._guest()]
+
+    def _guest(self) -> list[ProcessIdentity]:
+        return [found for session in self._sessions for found in observe.members(session)]
+
+    def _judge_client(self) -> list[str]:
+        """The client, which was not killed, must notice, say why, and end."""
+        deadline = self._killed_at + CLIENT_BOUND_S
+        while not self._finished and time.monotonic() < deadline:
+            self._listen(0.05)
+        took = time.monotonic() - self._killed_at
+        self._lab.slowest_client_s = max(self._lab.slowest_client_s, took)
+        if not self._finished:
+            return [f"the client hangs after {CLIENT_BOUND_S:g} s; it reported {self._events}"]
+        self._process.join(CLIENT_BOUND_S)
+        if self._process.exitcode != 0:
+            return [f"the client failed: exit {self._process.exitcode}, reported {self._events}"]
+        if not self.told.get("message"):
+            return [f"the client was not told why: {self.told}"]
+        return []
+
+    def _judge_receipt(self, session: str) -> list[str]:
+        path = self._lab.dirs.receipts / f"{session}.json"
+        try:
+            ended = json.loads(path.read_text())["ended"]
+            if ENDS[Reason(ended["reason"])].kind == ended["class"] and ended["message"]:
+                return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return [f"no receipt of {session}: {error!r}"]
+        return [f"the receipt of {session} gives no reason: {ended}"]
+
+    def let_go(self) -> None:
+        """Let the session end by itself: an undisturbed one leaves nothing at all."""
+        disturbed = self._killed_any()
+        deadline = time.monotonic() + BARRIER_BOUND_S
+        while not self._finished and time.monotonic() < deadline:
+            self._listen(0.05)
+            self._look()
+        finished = self._finished
+        late = observe.gone_by(time.monotonic() + NO_PROCESS_AFTER_S, self._all)
+        lines = sweep(self._lab.dirs)
+        self._close()
+        assert finished, f"the client does not end; it reported {self._events}"
+        assert not late
+        if not disturbed:
+            assert lines == []
+        assert not observe.residue(self._lab.dirs, self._sessions, self._socket_dirs, self._exports)
+
+    def _killed_any(self) -> bool:
+        return not is_running(self._client)
+
+    def _close(self) -> None:
+        self._reports.close()
+        # A client that hangs is a failure that was noted; it must not disturb the next trial.
+        kill_and_wait(self._client, CLIENT_BOUND_S)
+        self._process.join(CLIENT_BOUND_S)
+        self._process.close()
+
+
+def _kill(victim: ProcessIdentity) -> bool:
+    """SIGKILL this very process; False if it was gone."""
+    try:
+        fd = os.pidfd_open(victim.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if not is_running(victim):
+            return False
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(fd)
+    return True
