@@ -44,6 +44,7 @@ _TYPES = {
     b"7": "a contiguous file",
     b"S": "a sparse file",
     b"K": "a link",
+    b"U": "unreadable by its mode",
     b"g": "a global header",
 }
 _PAX_KEYS = frozenset(

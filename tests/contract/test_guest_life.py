@@ -15,9 +15,16 @@ from pathlib import Path
 import pytest
 from live_guest import LiveGuest, Starter, small, wait_gone
 
+from kernel_provisioner.artifacts.publish import publish
+from kernel_provisioner.artifacts.tarstream import ExportLimits
 from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
 from kernel_provisioner.engines.leftovers import PREFIX, remove_leftovers
-from kernel_provisioner.errors import AttestationFailed, BackIntelError, StartFailed
+from kernel_provisioner.errors import (
+    AttestationFailed,
+    BackIntelError,
+    ExportRefused,
+    StartFailed,
+)
 from kernel_provisioner.paths import guest_code_dir
 
 pytestmark = pytest.mark.sandbox
@@ -403,3 +410,23 @@ def test_heartbeat_answers(start: Starter) -> None:
         beat.send(b"ping")
         assert beat.poll(5000)
         assert beat.recv() == b"ping"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("for i in range(5000): open(f'/artifacts/{i:04}.csv', 'w').close()", "256 are"),
+        ("import os\np = '/artifacts'\nfor i in range(40):\n    p += '/d'; os.mkdir(p)", "deep"),
+        ("open('/artifacts/s.csv', 'w').truncate(700 << 20)", "s.csv"),
+    ],
+)
+def test_an_export_over_a_bound_is_refused_with_its_reason(
+    start: Starter, tmp_path: Path, code: str, reason: str
+) -> None:
+    live = start(profile=small(artifacts_bytes=64 << 20))
+    live.check(code)
+    live.guest.kill()
+    with live.guest.artifacts() as stream, pytest.raises(ExportRefused) as caught:
+        publish(stream, tmp_path / "out", ExportLimits(max_bytes=64 << 20))
+    assert reason in str(caught.value)
+    assert not (tmp_path / "out").exists()

@@ -19,6 +19,8 @@ from kernel_provisioner.engines.bwrap import linux
 
 MAX_DEPTH = 32
 MAX_ENTRIES = 4096
+UNREADABLE = b"U"
+"""Vendor type for a file whose mode denies its owner, the exporting user, to read it."""
 _CHUNK = 1 << 18
 _RESOLVE = (
     linux.RESOLVE_BENEATH
@@ -93,10 +95,13 @@ class _Writer:
             for entry in listing:
                 self.entries += 1
                 if self.entries > MAX_ENTRIES:
-                    raise TruncatedExport(f"more than {MAX_ENTRIES} entries")
+                    break
                 names.append(entry.name)
+        # What was listed is sent: the validator allows fewer and names the one too many.
         for name in sorted(names):
             self._entry(fd, name, prefix + name, depth)
+        if self.entries > MAX_ENTRIES:
+            raise TruncatedExport(f"more than {MAX_ENTRIES} entries")
 
     def _entry(self, parent: int, name: str, full: str, depth: int) -> None:
         info = os.stat(name, dir_fd=parent, follow_symlinks=False)
@@ -132,7 +137,12 @@ class _Writer:
     def _file(self, parent: int, name: str, head: tarfile.TarInfo) -> None:
         # O_NONBLOCK: neither a FIFO put there since nor a file lease of the guest may block us.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
-        fd = linux.openat2(parent, name, flags, _RESOLVE)
+        try:
+            fd = linux.openat2(parent, name, flags, _RESOLVE)
+        except PermissionError:
+            head.type = UNREADABLE
+            self._header(head)
+            return
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):

@@ -70,7 +70,7 @@ def _run(owner: int, monitor: int, child: int, deadline: float) -> NoReturn:
 
 
 def _only(*fds: int) -> list[int]:
-    """Keep just these descriptors, from 3 on; the rest would hold sockets of the supervisor open."""
+    """Keep just these descriptors, from 3 on: the rest would hold the supervisor's sockets open."""
     spare = [os.dup(fd) for fd in fds]
     high = [os.dup2(fd, max(spare) + 1 + number) for number, fd in enumerate(spare)]
     kept = [os.dup2(fd, 3 + number) for number, fd in enumerate(high)]
