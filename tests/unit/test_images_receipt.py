@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,12 +49,19 @@ def write(home: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Many stores that settle together: each would need 2 s by itself."""
-    bases = [tmp_path_factory.mktemp("store") for _ in range(40)]
-    for home in [grow(base) for base in bases]:
-        write(home)
-    return iter(bases)
+def pool() -> Iterator[Iterator[Path]]:
+    """Many stores that settle together: each would need 2 s by itself.
+
+    Every user can reach them (pytest's own directories are private).
+    """
+    with tempfile.TemporaryDirectory(prefix="receipts-") as place:
+        Path(place).chmod(0o755)
+        bases = [Path(place) / f"store{number}" for number in range(40)]
+        for base in bases:
+            base.mkdir(mode=0o755)
+        for home in [grow(base) for base in bases]:
+            write(home)
+        yield iter(bases)
 
 
 @pytest.fixture
@@ -209,8 +217,6 @@ def test_the_listing_names_what_was_added_or_is_missing(tmp_path: Path) -> None:
 
 
 def test_an_ordinary_user_reads_what_root_prepared(base: Path) -> None:
-    for path in (base, *base.parents[:2]):  # pytest's own directories are private
-        path.chmod(0o755)
     as_user(lambda: receipt.check_receipt(receipt.load_image(store(base))))
 
 
