@@ -85,7 +85,15 @@ def private_dir(path: Path) -> Path:
     Raises HostRefused if it is a link, another user's, or open to others: in a shared ``/tmp``
     somebody else may have made it first.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        pass  # a file or a link: told below
+    except OSError as error:
+        raise HostRefused(
+            f"{path} cannot be made ({error.strerror}).",
+            remedy=f"let this user write to {path.parent}.",
+        ) from None
     info = path.lstat()
     if (
         not stat.S_ISDIR(info.st_mode)

@@ -82,7 +82,7 @@ def is_valid(dirs: StateDirs, key: ProofKey) -> bool:
     try:
         with (dirs.proofs / f"{key.engine}.json").open("rb") as file:
             data = json.loads(file.read(1 << 16))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         return False

@@ -14,10 +14,12 @@ import fcntl
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
 from kernel_provisioner.engines.leftovers import remove_leftovers
@@ -27,7 +29,10 @@ from kernel_provisioner.processes import boot_id, identify, is_running
 
 SCHEMA = "backintel.session/1"
 _MAX_RECORD = 1 << 20
+_MAX_PID = 1 << 22
+"""The kernel's own upper bound of pid_max."""
 _LOCK_TIMEOUT_S = 2.0
+_SOCKET_DIR = re.compile(r"[0-9a-f]{16}")
 # What write_json writes before the rename; the identity is its writer's.
 _STAGED = re.compile(r"\.[0-9A-Za-z._-]+\.json\.(?P<pid>[0-9]+)-(?P<start>[0-9]+)")
 
@@ -92,10 +97,14 @@ def write_json(path: Path, data: object) -> None:
 def read_record(path: Path) -> Record | None:
     """Parse a record; None if it vanished or is not one of ours."""
     try:
-        if path.stat().st_size > _MAX_RECORD:
-            return None
-        data = json.loads(path.read_text())
-        if data["schema"] != SCHEMA or data["session"] != path.stem:
+        # Never waits for a writer, should somebody have put a FIFO here.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            text = file.read(_MAX_RECORD + 1)
+        data = json.loads(text)
+        if len(text) > _MAX_RECORD or data["schema"] != SCHEMA or data["session"] != path.stem:
             return None
         return Record(
             session=data["session"],
@@ -103,18 +112,26 @@ def read_record(path: Path) -> Record | None:
             engine=str(data["engine"]),
             profile=str(data["profile"]),
             boot=str(data["boot"]),
-            supervisor=ProcessIdentity(*map(int, data["supervisor"])),
+            supervisor=_identity(data["supervisor"]),
             socket_dir=Path(data["socket_dir"]),
             created=float(data["created"]),
             leftovers=Leftovers(
-                tuple(ProcessIdentity(*map(int, item)) for item in data["processes"]),
+                tuple(map(_identity, data["processes"])),
                 tuple(map(Path, data["cgroups"])),
                 tuple(map(Path, data["directories"])),
             ),
             export_dir=Path(data["export_dir"]) if data.get("export_dir") else None,
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _identity(data: list[Any]) -> ProcessIdentity:
+    """Raise ValueError for numbers that no process has."""
+    pid, started = data
+    if not (isinstance(pid, int) and isinstance(started, int)) or not 0 < pid <= _MAX_PID:
+        raise ValueError
+    return ProcessIdentity(pid, started)
 
 
 def open_record(dirs: StateDirs, record: Record) -> None:
@@ -153,10 +170,14 @@ def _socket_dirs_locked(dirs: StateDirs) -> Iterator[None]:
         os.close(fd)
 
 
-def _records(dirs: StateDirs) -> Iterator[tuple[Path, Record]]:
-    for path in sorted(dirs.sessions.glob("*.json")):
-        if not path.name.startswith(".") and (record := read_record(path)):
-            yield path, record
+def _paths(dirs: StateDirs) -> list[Path]:
+    return [path for path in sorted(dirs.sessions.glob("*.json")) if path.name[0] != "."]
+
+
+def _records(dirs: StateDirs) -> Iterator[Record]:
+    for path in _paths(dirs):
+        if record := read_record(path):
+            yield record
 
 
 def is_live(record: Record) -> bool:
@@ -166,7 +187,7 @@ def is_live(record: Record) -> bool:
 
 def live_sessions(dirs: StateDirs) -> list[Record]:
     """Return the records of sessions whose supervisor runs."""
-    return [record for _, record in _records(dirs) if is_live(record)]
+    return [record for record in _records(dirs) if is_live(record)]
 
 
 def remove_record(dirs: StateDirs, session: str) -> None:
@@ -182,7 +203,12 @@ def sweep(dirs: StateDirs) -> list[str]:
     Never raises: what fails is reported, and tried again by the next sweep.
     """
     lines: list[str] = []
-    for _, record in _records(dirs):
+    for path in _paths(dirs):
+        record = read_record(path)
+        if record is None:
+            if path.is_symlink() or path.exists():
+                lines.append(f"{path} is no session record; left alone")
+            continue
         if is_live(record):
             continue
         try:
@@ -204,15 +230,23 @@ def _clean(dirs: StateDirs, record: Record) -> list[str]:
     if record.boot != boot_id():
         # Numbers and cgroups of another boot mean nothing now.
         leftovers = Leftovers(directories=leftovers.directories)
-    failures = remove_leftovers(leftovers, record.session)
+    staging = dirs.state / "staging"
+    strange = [path for path in leftovers.directories if path.parent != staging]
+    failures = [f"{path} is not a place of ours; left alone" for path in strange]
+    ours = tuple(path for path in leftovers.directories if path.parent == staging)
+    leftovers = Leftovers(leftovers.processes, leftovers.cgroups, ours)
+    failures += remove_leftovers(leftovers, record.session)
     if record.export_dir is not None:
         from kernel_provisioner.artifacts.publish import remove_abandoned
 
         failures += remove_abandoned(record.export_dir)
+    place = record.socket_dir
+    if place.parent != dirs.runtime or not _SOCKET_DIR.fullmatch(place.name):
+        return [*failures, f"{place} is not a place of ours; left alone"]
     try:
         with _socket_dirs_locked(dirs):
             if record.socket_dir not in {live.socket_dir for live in live_sessions(dirs)}:
-                failures += remove_socket_dir(record.socket_dir)
+                failures += remove_socket_dir(place)
     except StartFailed as error:
         failures.append(error.message)
     return failures
@@ -243,7 +277,8 @@ def remove_socket_dir(path: Path) -> list[str]:
     try:
         for name in os.listdir(fd):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=fd)
+                if stat.S_ISSOCK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                    os.unlink(name, dir_fd=fd)
         path.rmdir()
     except FileNotFoundError:
         return []

@@ -70,7 +70,8 @@ class SessionMonitor:
             self.shutdown_expected = True
         # Completion, inspection and comm messages run code too, and the shell works in order: each
         # shell request is on the clock, only cells count against the limit of cells.
-        if request.channel == "shell":
+        # Not kernel_info: a client asks it while it waits for the kernel to be ready.
+        if request.channel == "shell" and request.msg_type != "kernel_info_request":
             refusal = self._watchdog.admit(
                 request.msg_id,
                 lane=request.subshell_id,

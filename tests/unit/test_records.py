@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,7 @@ def record(dirs: StateDirs, supervisor: ProcessIdentity, leftovers: Leftovers) -
         profile="analysis",
         boot=boot_id(),
         supervisor=supervisor,
-        socket_dir=dirs.runtime / "s",
+        socket_dir=dirs.runtime / ("0" * 15 + "5"),
         created=time.time(),
         leftovers=leftovers,
     )
@@ -99,7 +101,8 @@ def test_sweep_kills_by_identity_removes_sockets_and_leaves_a_receipt(
     staging.mkdir(parents=True)
     made = record(dirs, GONE, Leftovers((child,), (), (staging,)))
     made.socket_dir.mkdir(parents=True)
-    (made.socket_dir / "h-1").touch()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(made.socket_dir / "h-1"))
     lines = sweep(dirs)
     assert lines == [f"session {made.session}: removed what its supervisor left"]
     assert not is_running(child)
@@ -167,10 +170,42 @@ def test_a_record_of_another_boot_kills_nothing(
     assert not path.exists()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": "other"}'])
-def test_a_file_that_is_no_record_is_left_alone(dirs: StateDirs, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"schema": "other"}',
+        "[" * 60000,
+        '{"schema":"backintel.session/1","session":"0123456789abcdef","kernel_id":"","engine":"",'
+        '"profile":"","boot":"","supervisor":[100000000000000000000,1],"socket_dir":"/x",'
+        '"created":0,"processes":[],"cgroups":[],"directories":[]}',
+    ],
+)
+def test_a_file_that_is_no_record_is_named_and_left_alone(dirs: StateDirs, text: str) -> None:
     dirs.sessions.mkdir(parents=True)
     path = dirs.sessions / "0123456789abcdef.json"
     path.write_text(text)
-    assert sweep(dirs) == []
+    assert sweep(dirs) == [f"{path} is no session record; left alone"]
     assert path.exists()
+    assert live_sessions(dirs) == []
+
+
+def test_a_fifo_in_place_of_a_record_does_not_hang_the_sweep(dirs: StateDirs) -> None:
+    dirs.sessions.mkdir(parents=True)
+    os.mkfifo(dirs.sessions / "0123456789abcdef.json")
+    assert "is no session record" in sweep(dirs)[0]
+
+
+@pytest.mark.parametrize("inside_runtime", [True, False])
+def test_a_record_cannot_make_a_sweep_delete_files(
+    dirs: StateDirs, tmp_path: Path, inside_runtime: bool
+) -> None:
+    made = record(dirs, GONE, Leftovers())
+    victim = made.socket_dir if inside_runtime else tmp_path / "victim"
+    victim.mkdir(parents=True)
+    (victim / "thesis.txt").write_text("x")
+    write_record(dirs, replace(made, socket_dir=victim))
+    assert sweep(dirs)
+    assert (victim / "thesis.txt").exists()
