@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
+from kernel_provisioner.engines.bwrap.linux import open_path
 from kernel_provisioner.errors import SourceRefused
 
 _LOCK_WAIT_S = 30.0
@@ -44,9 +45,8 @@ def stage_sqlite(database: Path, copy: Path, *, deadline: float | None = None) -
         for _ in range(2):
             before = _quiet(database)
             options = "mode=ro&immutable=1" if before else "mode=ro"
-            _copy_database(
-                f"file:{quote(str(database))}?{options}", copy, end, bounded=deadline is not None
-            )
+            uri = f"file:{quote(str(database))}?{options}"
+            _copy_database(database, uri, copy, end, bounded=deadline is not None)
             if before is None or before == _quiet(database):
                 copy.chmod(0o444)
                 return
@@ -71,7 +71,7 @@ def stage_sqlite(database: Path, copy: Path, *, deadline: float | None = None) -
     raise SourceRefused(f"the database {str(database)!r} {reason}.", remedy=remedy)
 
 
-def _copy_database(uri: str, copy: Path, end: float, *, bounded: bool) -> None:
+def _copy_database(database: Path, uri: str, copy: Path, end: float, *, bounded: bool) -> None:
     """Copy by SQLite's backup; ``end`` bounds waiting for locks, and if ``bounded`` copying too."""
 
     def tick(_status: int, _remaining: int, _total: int) -> None:
@@ -79,6 +79,13 @@ def _copy_database(uri: str, copy: Path, end: float, *, bounded: bool) -> None:
             raise _TooLate
 
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+    # SQLite opens by name and follows links: what it has open must be the file that the name is
+    # without any, or somebody put a link to another database there since the source was checked.
+    path = open_path(database)
+    try:
+        expected = _inode(path)
+    finally:
+        os.close(path)
     with (
         closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=0)) as source,
         closing(sqlite3.connect(copy, isolation_level=None)) as target,
@@ -86,8 +93,23 @@ def _copy_database(uri: str, copy: Path, end: float, *, bounded: bool) -> None:
         # A durable copy is not needed: it is deleted with the session.
         target.execute("PRAGMA synchronous=OFF")
         _begin(source, end)
+        if expected not in _open_inodes():
+            raise sqlite3.OperationalError("it was replaced while it was opened")
         source.backup(target, pages=1024, progress=tick, sleep=0.02)
         target.execute("PRAGMA journal_mode=DELETE").fetchone()
+
+
+def _open_inodes() -> set[tuple[int, int]]:
+    # All of them, for SQLite may reuse a descriptor of an earlier connection.
+    return {_inode(int(name)) for name in os.listdir("/proc/self/fd")}
+
+
+def _inode(fd: int) -> tuple[int, int]:
+    try:
+        info = os.fstat(fd)
+    except OSError:
+        return (-1, -1)  # closed since it was listed
+    return (info.st_dev, info.st_ino)
 
 
 def _begin(source: sqlite3.Connection, end: float) -> None:

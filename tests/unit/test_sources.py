@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -534,3 +535,22 @@ def test_staging_never_overwrites(place: Path) -> None:
         stage_sqlite(place / "x.db", place / "copy")
     assert target.read_bytes() == b"a,b\n1,2\n"
     assert (place / "copy").is_symlink()
+
+
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_a_database_that_became_a_link_is_not_copied(place: Path, where: str) -> None:
+    folder = place / "data"
+    private = place / "private"
+    for each in (folder, private):
+        each.mkdir()
+        with closing(sqlite3.connect(each / "x.db")) as connection:
+            connection.execute("CREATE TABLE t (a)")
+    if where == "file":
+        (folder / "x.db").unlink()
+        (folder / "x.db").symlink_to(private / "x.db")
+    else:
+        shutil.rmtree(folder)
+        folder.symlink_to(private)
+    with pytest.raises(SourceRefused):
+        stage_sqlite(folder / "x.db", place / "copy")
+    assert not (place / "copy").exists()
