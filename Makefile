@@ -9,13 +9,14 @@ OUT := out
 # Test programs that start many processes must not depend on how the caller silences Python.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
 
-.PHONY: run test lint unit image data bench test-suites test-docs format clean help
+.PHONY: run test lint image data bench test-suites test-docs test-user user-lane format clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run          run notebooks/flights.ipynb in a sandbox; results in $(OUT)/ (replaced)"
 	@echo "make test         lint and all tests of the product"
 	@echo "make test-suites  programs and test suites that others wrote, through our kernel"
+	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"
 	@echo "make test-docs    the commands that the documentation shows"
 	@echo "make bench        measure against a plain ipykernel; updates docs/benchmarks.md"
 	@echo "make lint         ruff, mypy, vulture, secret scan, links of the documentation"
@@ -62,6 +63,13 @@ test-suites: image
 
 test-docs: image $(FLIGHTS)
 	$(BIN)/python -m pytest tests/docs --durations=15
+
+# Needs root, which makes the user: what works there must work for a person without privileges.
+test-user: $(STAMP)
+	$(BIN)/python tools/as_user.py make user-lane
+
+user-lane: run
+	$(BIN)/python -m pytest tests/jupyter --durations=15
 
 bench: image
 	$(BIN)/python tests/bench/bench.py --update docs/benchmarks.md

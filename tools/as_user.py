@@ -96,6 +96,11 @@ def main() -> int:
     if os.geteuid() != 0 or len(sys.argv) < 2:
         print("as_user: needs root and a command", file=sys.stderr)
         return 2
+    if subprocess.run(["/usr/bin/python3", "-c", "import ensurepip"], check=False).returncode:
+        # The user cannot install what its virtual environment needs.
+        command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "python3-venv"]
+        subprocess.run(["apt-get", "update", "-qq"], check=True)
+        subprocess.run(command, check=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
     checkout = Path(__file__).resolve().parent.parent
     with ordinary_user() as user, delegated(user) as cgroups:
         copy = Path(user.pw_dir) / "checkout"
