@@ -9,13 +9,14 @@ OUT := out
 # Test programs that start many processes must not depend on how the caller silences Python.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
 
-.PHONY: run test lint image data bench test-suites test-docs test-user user-lane format clean help
+.PHONY: run test lint image data bench test-suites test-docs test-faults faults test-user user-lane format clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run          run notebooks/flights.ipynb in a sandbox; results in $(OUT)/ (replaced)"
 	@echo "make test         lint and all tests of the product"
 	@echo "make test-suites  programs and test suites that others wrote, through our kernel"
+	@echo "make test-faults  kills at every phase, full disks, stopped processes; \`make faults\` for long"
 	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"
 	@echo "make test-docs    the commands that the documentation shows"
 	@echo "make bench        measure against a plain ipykernel; updates docs/benchmarks.md"
@@ -60,6 +61,13 @@ format: $(STAMP)
 
 test-suites: image
 	$(BIN)/python -m pytest tests/suites --durations=15
+
+# 100 kills; `make faults` has 1,000. The seed is printed, and KILLS and SEED can be given.
+test-faults: image
+	$(BIN)/python -m pytest tests/faults --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED))
+
+faults: image
+	$(BIN)/python -m pytest tests/faults/test_kills.py --kills 1000 $(if $(SEED),--seed $(SEED))
 
 test-docs: image $(FLIGHTS)
 	$(BIN)/python -m pytest tests/docs --durations=15

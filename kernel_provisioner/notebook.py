@@ -1,4 +1,4 @@
-"""Notebooks before and after a run: bounded reading, parameters, what a notebook requires.
+"""Notebooks before a run: bounded reading, parameters, what a notebook requires.
 
 A notebook may come from a stranger: it is read with a bound on its size, and nothing in it changes
 engine, profile, sources or deadlines (spec D5). All outputs are dropped on reading, so that an
@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from kernel_provisioner import executed
 from kernel_provisioner.errors import UsageError
 
 MAX_NOTEBOOK_BYTES = 64 * 1024 * 1024
@@ -116,7 +117,21 @@ def parse(data: bytes, name: str) -> Any:
             cell.outputs = []
             cell.execution_count = None
     notebook.metadata.pop("widgets", None)
+    _require_writable(notebook, shown)
     return notebook
+
+
+def _require_writable(notebook: Any, shown: str) -> None:
+    """Refuse now what could be neither sent to a kernel nor saved after all cells have run."""
+    try:
+        executed.serialize(notebook)
+        for cell in notebook.cells:
+            cell.source.encode()
+    except Exception:
+        raise UsageError(
+            f"{shown} cannot be saved again: it is nested too deeply, or its text is not Unicode.",
+            remedy="open it in JupyterLab and save it again.",
+        ) from None
 
 
 def _require_python(metadata: Mapping[str, Any], shown: str) -> None:
@@ -130,19 +145,6 @@ def _require_python(metadata: Mapping[str, Any], shown: str) -> None:
                 "the sandbox runs Python.",
                 remedy="give a Python notebook.",
             )
-
-
-def serialize(notebook: Any) -> bytes:
-    """Return the notebook as the content of an .ipynb file."""
-    return f"{_library('nbformat').writes(notebook)}\n".encode(errors="backslashreplace")
-
-
-def show_error(cell: Any, name: str, text: str) -> None:
-    """Append an error to a cell's outputs, unless it shows one already."""
-    if any(output.output_type == "error" for output in cell.outputs):
-        return
-    error = {"ename": name, "evalue": text, "traceback": [f"{name}: {text}"]}
-    cell.outputs.append(_library("nbformat.v4").new_output("error", **error))
 
 
 def _library(name: str) -> Any:
@@ -283,7 +285,7 @@ def _is_relative_name(name: str) -> bool:
         0 < len(name) <= 512
         and name.isprintable()
         and not PurePosixPath(name).is_absolute()
-        and not any(part in ("", ".", "..") for part in parts)
+        and not any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts)
     )
 
 

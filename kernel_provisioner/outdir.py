@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,28 @@ class OutDir:
     path: Path
     made: bool
 
+    def require_room_for(self, name: str) -> None:
+        """Refuse a name that is too long for this place, before anything runs.
+
+        The file system is asked, for limits differ. Raises OutputRefused.
+        """
+        try:
+            os.lstat(self.path / name)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise OutputRefused(
+                f"{name!r} cannot be written into {str(self.path)!r} ({error.strerror}).",
+                remedy="give the notebook or --out a shorter name.",
+            ) from None
+
     def write(self, name: str, data: bytes) -> Path:
         """Write a file so that a reader sees all of it or nothing. Raises OutputRefused."""
         target = self.path / name
-        staged = self.path / f".{name[:200]}.partial"
+        # Of constant length: with a name as long as is allowed there is no room for more.
+        staged = self.path / f".backintel-{secrets.token_hex(8)}.partial"
         try:
-            with staged.open("wb") as file:
+            with staged.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -38,7 +55,10 @@ class OutDir:
         except OSError as error:
             with contextlib.suppress(OSError):
                 staged.unlink()
-            raise OutputRefused(f"{target} cannot be written ({error.strerror}).") from None
+            raise OutputRefused(
+                f"{str(target)!r} cannot be written ({error.strerror}).",
+                remedy="free space there, or give --out another place, and run again.",
+            ) from None
         return target
 
     def release(self) -> None:
@@ -52,7 +72,9 @@ class OutDir:
 
 def default_path(stem: str, now: float) -> Path:
     """Return ``out-<notebook name>-<local time>`` in the current directory."""
-    return Path.cwd() / f"out-{stem[:100]}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+    # By bytes, for that is what file systems count; a character that is cut in two is dropped.
+    short = os.fsencode(stem)[:100].decode(errors="ignore")
+    return Path.cwd() / f"out-{short}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
 
 
 def claim(path: Path) -> OutDir:

@@ -19,9 +19,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.kernelspec import KernelSpec
@@ -42,7 +44,11 @@ from kernel_provisioner.errors import (
 )
 from kernel_provisioner.paths import StateDirs, state_dirs
 from kernel_provisioner.records import sweep
+from kernel_provisioner.routing import check_argv, check_encryption
 
+PHASE_TIMEOUT_S = 70.0
+"""Longest silence of a starting supervisor, whose own phases take at most 60 s each; once more for
+each database that it copies."""
 START_SLACK_S = 5.0
 """Beyond the run deadline: how long the supervisor may take to report that it was reached."""
 KILL_TIMEOUT_S = 4.0
@@ -54,6 +60,8 @@ EXPORT_TIMEOUT_S = 90.0
 # What a supervisor may see of the server's environment: enough to find programs and, for the
 # systemd scope, the user's session bus. Everything else could carry credentials.
 _PASSED_ENVIRONMENT = ("PATH", "HOME", "LANG", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
+
+_T = TypeVar("_T")
 
 
 class SandboxKernelManager(AsyncKernelManager):
@@ -126,6 +134,7 @@ class SandboxProvisioner(KernelProvisionerBase):
         self._clock_started: float | None = None
         self._fresh_clock = True
         self._autorestart = False
+        self.phase_timeout_s = PHASE_TIMEOUT_S
 
     # -- contract of jupyter_client ------------------------------------------------------------
 
@@ -137,15 +146,18 @@ class SandboxProvisioner(KernelProvisionerBase):
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Stamp the run clock and resolve the settings. Raises BackIntelError."""
         now = time.monotonic()
+        check_argv(self.kernel_spec.display_name, self.kernel_spec.argv)
+        check_encryption(
+            kwargs.pop("transport_encryption", getattr(self.parent, "transport_encryption", ""))
+        )
         # An autorestart after a crash does not extend the run deadline (spec A1): only a start or
         # a restart that a person asked for begins a new run.
         self._autorestart = not self._fresh_clock
         if self._fresh_clock or self._clock_started is None:
             self._clock_started = now
         self._fresh_clock = False
-        self.settings = await asyncio.to_thread(self._resolve)
+        self.settings = await _in_thread(self._resolve)
         kwargs.pop("extra_arguments", None)
-        kwargs.pop("transport_encryption", None)
         return await super().pre_launch(cmd=["backintel-guest"], **kwargs)
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
@@ -362,10 +374,11 @@ class SandboxProvisioner(KernelProvisionerBase):
         assert self._clock_started is not None
         run_deadline = self.settings.profile.run_deadline_s
         left = self._clock_started + run_deadline - time.monotonic() + START_SLACK_S
+        copies = sum(source.kind == "sqlite" for source in self.settings.sources)
         try:
             async with asyncio.timeout(max(left, START_SLACK_S)):
                 while True:
-                    message = await self._next_message()
+                    message = await self._heard_within(self.phase_timeout_s * (1 + copies))
                     match message.get("op"):
                         case "phase":
                             self._phase(message)
@@ -380,6 +393,19 @@ class SandboxProvisioner(KernelProvisionerBase):
                 f"the run deadline of {run_deadline:g} s passed before the sandbox was ready.",
                 phase="start",
                 remedy="give the run more time.",
+            ) from None
+
+    async def _heard_within(self, seconds: float) -> dict[str, Any]:
+        """Return the starting supervisor's next message. Raises StartFailed if none comes."""
+        try:
+            # Not asyncio.timeout: the run deadline's must not be taken for this one.
+            return await asyncio.wait_for(self._next_message(), seconds)
+        except TimeoutError:
+            last = next(reversed(self.timings), "start")
+            raise StartFailed(
+                f"the supervisor said nothing for {seconds:g} s (last phase: {last}).",
+                phase="start",
+                remedy="look whether it is stopped; start the kernel again.",
             ) from None
 
     def _phase(self, message: Mapping[str, Any]) -> None:
@@ -440,6 +466,10 @@ class SandboxProvisioner(KernelProvisionerBase):
         for message in messages:
             if message.get("op") == "ended":
                 self.ended = message
+            elif message.get("op") == "gone" and isinstance(told := message.get("unsaved"), dict):
+                # The receipt's file could not be written: this is all that there is of it.
+                self.receipt = told
+                self.log.error("The receipt of the sandbox could not be stored on this host.")
             self._inbox.append(message)
         return True
 
@@ -508,10 +538,10 @@ class SandboxProvisioner(KernelProvisionerBase):
         except TimeoutError:
             # The guest dies with its supervisor (spec B).
             process.send_signal(signal.SIGKILL)
-            await asyncio.to_thread(process.wait)
+            await _in_thread(process.wait)
         self._drain()
         if process.returncode != 0:
-            await asyncio.to_thread(sweep, self._dirs)
+            await _in_thread(partial(sweep, self._dirs))
         if self._sock is not None:
             self._sock.close()
             self._sock = None
@@ -522,3 +552,18 @@ class SandboxProvisioner(KernelProvisionerBase):
         with contextlib.suppress(OSError, ValueError):
             path = self._dirs.receipts / f"{self.session_id}.json"
             self.receipt = json.loads(path.read_text())
+
+
+async def _in_thread(function: Callable[[], _T]) -> _T:
+    """Run a blocking function in a thread of its own and return what it returns.
+
+    Not ``asyncio.to_thread``: in a forked worker (a process pool that executes notebooks) the loop
+    of jupyter_core's sync managers is a copy, and so is its executor, whose threads are not: the
+    call would wait for ever. Polled, for the copy shares its wake-up socket with the parent's.
+    """
+    pool = ThreadPoolExecutor(max_workers=1)
+    future = pool.submit(function)
+    pool.shutdown(wait=False)
+    while not future.done():
+        await asyncio.sleep(0.002)
+    return future.result()

@@ -40,8 +40,9 @@ def check_schemas(requirements: Sequence[Requirement]) -> None:
     for item in schemas:
         try:
             validator_for(item.schema, default=Draft202012Validator).check_schema(item.schema)
-        except (SchemaError, RecursionError) as error:
-            detail = getattr(error, "message", "it is nested too deeply")
+        except Exception as error:
+            # A stranger's schema: "$schema" may be no text, the nesting too deep, and so on.
+            detail = error.message if isinstance(error, SchemaError) else "it cannot be applied."
             raise UsageError(
                 f"the schema that the notebook states for {item.artifact!r} is not a JSON schema: "
                 f"{str(detail)[:200]}",
@@ -68,6 +69,11 @@ def _require_file(path: Path, item: Requirement) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise ExportRefused(
             f"the notebook requires the artifact {item.artifact!r}, which it did not write.",
+            remedy=_REMEDY,
+        ) from None
+    except OSError as error:
+        raise ExportRefused(
+            f"the required artifact {item.artifact!r} cannot be read ({error.strerror}).",
             remedy=_REMEDY,
         ) from None
     if not stat.S_ISREG(info.st_mode):

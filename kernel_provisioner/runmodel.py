@@ -13,6 +13,9 @@ from typing import Protocol
 from kernel_provisioner.errors import ENDS, EXIT_DONE, EXIT_NOTEBOOK_FAILED, Reason
 
 SCHEMA = "backintel.run/1"
+EXIT_HANGUP = 129
+MALFORMED = "MalformedMessage"
+"""The code of a run that a message ended which nbclient could not digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ def judge(
     ended: Mapping[str, object] | None,
     over_cells: bool,
     watchdog_interrupts: int,
+    output_limited: int,
 ) -> Verdict:
     """Decide what a cell's error means; the sandbox's own end outranks what the cell says.
 
@@ -117,6 +121,9 @@ def judge(
     if ended is not None:
         reason = Reason(str(ended["reason"]))
         return Verdict(ENDS[reason].exit_status, reason, str(ended["message"]))
+    if ename == "KeyboardInterrupt" and output_limited:
+        text = "The cell wrote more output than is allowed and was interrupted."
+        return Verdict(ENDS[Reason.OUTPUT_LIMIT].exit_status, Reason.OUTPUT_LIMIT, text)
     if ename == "KeyboardInterrupt" and watchdog_interrupts:
         text = "The cell ran longer than its deadline and was interrupted."
         return Verdict(ENDS[Reason.CELL_DEADLINE].exit_status, Reason.CELL_DEADLINE, text)

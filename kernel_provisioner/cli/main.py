@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import io
 import signal
 import sys
 import traceback
@@ -12,19 +13,20 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from kernel_provisioner import __version__
-from kernel_provisioner.cli.output import emit, say
+from kernel_provisioner.cli.output import deliver, emit, mend_streams, say
 from kernel_provisioner.errors import (
     EXIT_DONE,
     EXIT_INFRASTRUCTURE,
     EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
     BackIntelError,
     UsageError,
 )
 
 _EXIT_STATUSES = """\
 exit status: 0 done, 1 the notebook's code failed, 2 usage or configuration, 3 infrastructure,
-4 deadline, 5 another limit, 6 completed but export refused, 130/143 interrupted/terminated"""
+4 deadline, 5 another limit, 6 completed but export refused,
+129/130/143 hung up/interrupted/terminated"""
+_TRACEBACK_CHARS = 8000
 
 
 class _Parser(argparse.ArgumentParser):
@@ -152,44 +154,62 @@ def _handler(dotted: str) -> Callable[[argparse.Namespace], int]:
 
 def _terminate(signum: int, frame: object) -> None:
     # Unwinds, so that locks and half-made files are cleaned up.
-    raise SystemExit(EXIT_TERMINATED)
+    raise SystemExit(128 + signum)
 
 
-def _failed(error: BackIntelError, as_json: bool) -> int:
-    if as_json:
-        emit(
-            {
-                "schema": "backintel.error/1",
-                "exit_status": error.exit_status,
-                "error": error.as_dict(),
-            }
-        )
-    say(f"backintel: {error}")
-    return error.exit_status
+def _failed(error: Mapping[str, object], status: int, words: Sequence[str]) -> int:
+    if "--json" in words:
+        emit({"schema": "backintel.error/1", "exit_status": status, "error": error})
+    return status
+
+
+def _execute(words: Sequence[str]) -> int:
+    try:
+        options = build_parser().parse_args(words)
+        return _handler(options.handler)(options)
+    except BackIntelError as error:
+        say(f"backintel: {error}")
+        return _failed(error.as_dict(), error.exit_status, words)
+    except KeyboardInterrupt:
+        say("backintel: interrupted")
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        say(traceback.format_exc()[-_TRACEBACK_CHARS:], _TRACEBACK_CHARS)
+        say("backintel: internal error; please report it with the lines above")
+        internal = {
+            "code": "internal",
+            "message": f"this program failed ({type(error).__name__}).",
+            "remedy": "please report it with what is on stderr.",
+        }
+        # Status 1 would blame the notebook.
+        return _failed(internal, EXIT_INFRASTRUCTURE, words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, _terminate)
+    mend_streams()
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        # nohup's word that the command outlives its terminal is heard.
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, _terminate)
+    # Printed at the end, at once: what the command does never depends on who reads.
+    printed = io.StringIO()
     try:
-        options = build_parser().parse_args(words)
-        status = _handler(options.handler)(options)
-        sys.stdout.flush()
-    except BackIntelError as error:
-        return _failed(error, "--json" in words)
-    except KeyboardInterrupt:
-        say("backintel: interrupted")
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; keep the interpreter from flushing again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
-    except Exception:
-        # Status 1 would blame the notebook.
-        traceback.print_exc()
-        say("backintel: internal error; please report it with the lines above")
-        return EXIT_INFRASTRUCTURE
+        with contextlib.redirect_stdout(printed):
+            status = _execute(words)
+    except SystemExit:
+        # Of --help, --version, and a signal.
+        deliver(printed.getvalue())
+        raise
+    lost = deliver(printed.getvalue())
+    # Whoever closed a pipe has seen enough.
+    if lost is not None and not isinstance(lost, BrokenPipeError):
+        reason = getattr(lost, "strerror", None) or "it is closed"
+        say(f"backintel: the result could not be written to standard output ({reason}).")
+        # A run's result is its files; of other commands nothing is left then.
+        if status == EXIT_DONE and words[0] != "run":
+            return EXIT_INFRASTRUCTURE
     return status
 
 

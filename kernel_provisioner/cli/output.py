@@ -1,31 +1,47 @@
 """What people and programs see of a command: JSON on stdout, everything else on stderr.
 
-Names, sources and errors of a notebook are a stranger's text: control characters are taken out
-before anything reaches a terminal.
+Whoever reads may leave, stall or run out of space at any time; that never changes what a command
+does. Names, sources and errors of a notebook are a stranger's text: control characters are taken
+out before anything reaches a terminal.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
-import re
+import os
+import select
 import sys
 import time
 from collections.abc import Mapping
 from typing import TextIO
 
-_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)?")
+from kernel_provisioner.plaintext import printable
+
 _TICK_S = 0.5
+# A pipe that poll(2) calls writable takes PIPE_BUF (4096) bytes at once; UTF-8 has up to 4 each.
+_PROGRESS_CHARS = 900
 
 
-def printable(text: str, limit: int = 2000) -> str:
-    """Return ``text`` without terminal escapes and control characters, at most ``limit`` long.
+def mend_streams() -> None:
+    """Give standard streams that the caller closed somewhere to go, and make text always fit.
 
-    Line feeds stay; so do printable characters of any script.
+    A closed descriptor would be the next file's or socket's, and what is printed would go there.
     """
-    plain = _ESCAPES.sub("", text[: 4 * limit])
-    kept = "".join(char if char == "\n" or char.isprintable() else " " for char in plain)
-    return kept if len(kept) <= limit else kept[: limit - 1] + "…"
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The lowest free descriptor is this one. Children get it as any standard stream.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def first_line(source: str, limit: int = 60) -> str:
@@ -40,17 +56,59 @@ def emit(data: Mapping[str, object]) -> None:
     sys.stdout.write(json.dumps(data, indent=1) + "\n")
 
 
-def say(text: str) -> None:
-    """Print one line on stderr."""
-    print(printable(text), file=sys.stderr, flush=True)
+def say(text: str, limit: int = 2000) -> None:
+    """Print one line on stderr, if it can be printed."""
+    _put(sys.stderr, printable(text, limit) + "\n")
+
+
+def deliver(text: str) -> OSError | ValueError | None:
+    """Write a command's whole result to stdout; return why that was not possible."""
+    return _put(sys.stdout, printable(text, len(text) + 1)) if text else None
+
+
+def _put(stream: TextIO, text: str) -> OSError | ValueError | None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError) as error:
+        _silence(stream)
+        return error
+    return None
+
+
+def _silence(stream: TextIO) -> None:
+    """Lead a broken stream to /dev/null: the interpreter flushes it again when it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.dup2(null, stream.fileno())
+        finally:
+            os.close(null)
+
+
+def _takes_more(stream: TextIO) -> bool:
+    """Whether a write would not wait, as for a reader that stalled or a terminal at Ctrl-S."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+        return bool(poll.poll(0))
+    except (OSError, ValueError):
+        return True
 
 
 class RunReporter:
-    """Progress of a run on stderr: a line that is updated on a terminal, plain lines elsewhere."""
+    """Progress of a run on stderr: a line that is updated on a terminal, plain lines elsewhere.
+
+    It can neither end a run nor hold it up: a broken stream goes silent, and what a stalled reader
+    does not take is dropped.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._live = stream.isatty()
+        self._live = False
+        # Of a stream that is closed already.
+        with contextlib.suppress(ValueError):
+            self._live = stream.isatty()
         self._phases: list[str] = []
         self._running: tuple[str, float] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -87,19 +145,21 @@ class RunReporter:
     def _tick(self) -> None:
         assert self._running is not None
         title, began = self._running
-        self._stream.write(f"\r\x1b[2K  {title}  {time.monotonic() - began:.0f} s")
-        self._stream.flush()
+        self._show(f"\r\x1b[2K  {title}  {time.monotonic() - began:.0f} s")
         self._timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     def _clear(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._stream.write("\r\x1b[2K")
+            self._show("\r\x1b[2K")
 
     def _line(self, text: str) -> None:
-        self._stream.write(printable(text) + "\n")
-        self._stream.flush()
+        self._show(printable(text, _PROGRESS_CHARS) + "\n")
+
+    def _show(self, text: str) -> None:
+        if _takes_more(self._stream):
+            _put(self._stream, text)
 
 
 def _label(number: int, total: int, source: str) -> str:

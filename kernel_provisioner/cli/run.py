@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TextIO
 
 from kernel_provisioner import proofs
-from kernel_provisioner.cli.output import RunReporter, emit, printable
+from kernel_provisioner.cli.output import RunReporter, emit, say
 from kernel_provisioner.errors import EXIT_DONE
 from kernel_provisioner.notebook import parse_parameters
 from kernel_provisioner.paths import state_dirs
@@ -31,7 +30,11 @@ def run(options: argparse.Namespace) -> int:
     result = run_notebook(request, reporter)
     if options.json:
         emit(result.as_dict())
-    _tell(result, sys.stderr if options.json else sys.stdout)
+    for line in summary(result):
+        if options.json:
+            say(line)
+        else:
+            print(line)
     return result.exit_status
 
 
@@ -50,7 +53,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
     return {key: value for key, value in typed.items() if value not in (None, {})}
 
 
-def _tell(result: RunResult, stream: TextIO) -> None:
+def summary(result: RunResult) -> list[str]:
+    """Return how a run went, for people."""
     done = result.exit_status == EXIT_DONE
     ran = f"{result.cells_run} of {result.cells_total} cells"
     lines = [f"{'done' if done else 'not completed'}: {ran} in {result.seconds:.1f} s"]
@@ -59,16 +63,15 @@ def _tell(result: RunResult, stream: TextIO) -> None:
         lines.append(f"reason     {where}{result.error['code']}: {result.error['message']}")
         if result.error["remedy"]:
             lines.append(f"remedy     {result.error['remedy']}")
-    if result.notebook:
-        lines.append(f"notebook   {result.notebook}")
+    lines.append(f"notebook   {result.notebook or 'not saved'}")
     if result.published:
         files = "1 file" if len(result.artifacts) == 1 else f"{len(result.artifacts)} files"
         lines.append(f"artifacts  {result.out / 'artifacts'} ({files})")
     else:
         lines.append("artifacts  none published")
-    if result.receipt:
-        lines.append(f"receipt    {result.receipt}")
-    stream.write("\n".join(printable(line) for line in lines) + "\n")
+    lines.append(f"receipt    {result.receipt or 'not saved'}")
+    # Indented, so that a cell's error of several lines cannot look like lines of this summary.
+    return [line.replace("\n", "\n           ") for line in lines]
 
 
 COMMANDS = {"run": run}

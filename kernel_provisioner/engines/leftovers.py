@@ -72,7 +72,8 @@ def members(cgroup: Path) -> list[int]:
         return []
 
 
-def _kill_members(cgroup: Path) -> None:
+def kill_members(cgroup: Path) -> None:
+    """SIGKILL each member once; who forked meanwhile is found by the next call."""
     for pid in members(cgroup):
         with suppress(OSError):
             fd = os.pidfd_open(pid)
@@ -93,7 +94,7 @@ def remove_cgroup(cgroup: Path, deadline: float) -> bool:
     if not cgroup.name.startswith(PREFIX):
         return False
     while True:
-        _kill_members(cgroup)
+        kill_members(cgroup)
         try:
             cgroup.rmdir()
         except FileNotFoundError:

@@ -53,6 +53,7 @@ class SessionMonitor:
         self._run = 0
         self._failed = 0
         self._interrupted = 0
+        self._output_limited = 0
 
     def attach(self, relay: Relay) -> None:
         """Give the relay through which notices reach the cell."""
@@ -60,7 +61,12 @@ class SessionMonitor:
 
     def cell_counts(self) -> dict[str, int]:
         """Return the receipt's figures."""
-        return {"run": self._run, "failed": self._failed, "interrupted": self._interrupted}
+        return {
+            "run": self._run,
+            "failed": self._failed,
+            "interrupted": self._interrupted,
+            "output_limited": self._output_limited,
+        }
 
     # -- RelayMonitor --------------------------------------------------------------------------
 
@@ -121,8 +127,11 @@ class SessionMonitor:
         self._end(Reason.OUTPUT_LIMIT, how=detail)
 
     def violation(self, detail: str) -> None:
-        """The guest broke the protocol: its session ends, the host goes on (spec H3)."""
-        self._end(Reason.GUEST_LOST, how=f"its traffic broke the protocol: {detail}")
+        """The guest broke the protocol: its session ends, the host goes on (spec H3).
+
+        That is its own doing, so it is told as the user code's and not as the infrastructure's.
+        """
+        self._end(Reason.KERNEL_CRASHED, how=f"its messages broke the protocol, {detail}")
 
     # -- clock ---------------------------------------------------------------------------------
 
@@ -145,7 +154,10 @@ class SessionMonitor:
         if isinstance(action, Interrupt):
             if not self._watchdog.running(action.msg_id):
                 return
-            self._interrupted += 1
+            if action.reason is Reason.OUTPUT_LIMIT:
+                self._output_limited += 1
+            else:
+                self._interrupted += 1
             if self._relay is not None and action.reason is Reason.CELL_DEADLINE:
                 self._relay.notify(
                     action.msg_id,

@@ -41,7 +41,7 @@ class Receipt:
             "sources": [],
             "endpoints": [],
             "timings_ms": {},
-            "cells": {"run": 0, "failed": 0, "interrupted": 0},
+            "cells": {"run": 0, "failed": 0, "interrupted": 0, "output_limited": 0},
             "peak_memory_bytes": None,
             "peak_memory_method": None,
             "cpu_seconds": None,

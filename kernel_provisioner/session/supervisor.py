@@ -29,8 +29,8 @@ from kernel_provisioner.engines.base import (
     Leftovers,
     SourceMount,
 )
-from kernel_provisioner.engines.registry import get_engine
 from kernel_provisioner.engines.leftovers import remove_directory
+from kernel_provisioner.engines.registry import get_engine
 from kernel_provisioner.errors import (
     ENDS,
     BackIntelError,
@@ -240,7 +240,8 @@ class Supervisor:
                     self._write_record(Leftovers(directories=(self._staging,)))
                     # Private: a database below the owner's home must not become readable here.
                     self._staging.mkdir(mode=0o700, parents=True)
-                target = self._staging / path.name
+                # By its unique name: two sources may have files of one name.
+                target = self._staging / source["name"]
                 await asyncio.to_thread(
                     stage_sqlite, path, target, deadline=time.monotonic() + self._budget()
                 )
@@ -461,18 +462,16 @@ class Supervisor:
             failures += remove_directory(self._staging, start.session)
         failures += remove_socket_dir(start.socket_dir)
         self._receipt.update(leftovers=failures)
-        if not failures:
-            # First, for it frees the space that a receipt needs on a full disk.
-            try:
-                remove_record(start.dirs, start.session)
-            except OSError as error:
-                self._receipt.update(leftovers=[f"its record ({error.strerror})"])
         unsaved = None
         try:
             self._receipt.write(start.dirs.receipts)
         except OSError as error:
             print(f"backintel: no receipt written ({error.strerror})", file=sys.stderr)
             unsaved = self._receipt.data
+        if not failures:
+            # After the receipt: killed in between, the record makes a sweep look for one.
+            with contextlib.suppress(OSError):
+                remove_record(start.dirs, start.session)
         # What could not be stored is at least told.
         if not await self._control.send("gone", unsaved=unsaved):
             await self._control.send("gone", unsaved=None)

@@ -20,6 +20,7 @@ from kernel_provisioner.errors import BackIntelError
 from kernel_provisioner.provisioner import SandboxKernelManager, SandboxProvisioner
 
 _READY_S = 60.0
+_NEWS_S = 3.0
 _IGNORES_INTERRUPTS = (
     "import signal, time\n"
     "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -108,12 +109,19 @@ class _Actor:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
         error = None if doing.cancelled() else doing.exception()
-        # A client whose kernel died under it says so in words of its own.
-        if error and (isinstance(error, BackIntelError) or not await self._is_dead()):
+        # A client whose kernel died under it says so in words of its own; what the cell was told
+        # arrives before the provisioner's news.
+        if error and (isinstance(error, BackIntelError) or not await self._news_of_death()):
             raise error
 
     async def _is_dead(self) -> bool:
         return await self._provisioner.poll() is not None
+
+    async def _news_of_death(self) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_NEWS_S):
+                await self._death()
+        return await self._is_dead()
 
     async def _death(self) -> None:
         while self._restarting or not await self._is_dead():

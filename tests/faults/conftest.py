@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parent.parent / "jupyter"))
 
 import home
 from schedule import schedule
 from trial import Lab
+
+from kernel_provisioner.paths import StateDirs
 
 _LAB = pytest.StashKey[Lab]()
 
@@ -68,6 +71,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     directory = tmp_path_factory.mktemp("home")
     yield home.make(directory)
     home.unmake(directory)
+
+
+@pytest.fixture
+def dirs(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> StateDirs:
+    """The same home for sessions that the test itself starts."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return home.dirs_of(environment)
 
 
 @pytest.fixture(scope="session")

@@ -22,14 +22,16 @@ class Victim(StrEnum):
     INIT = "init"
     """bubblewrap's process 1 inside the sandbox."""
     KERNEL = "kernel"
+    KEEPER = "keeper"
+    """The supervisor's fork that ends the guest when nobody else does."""
 
 
-C, S, M, I, K = Victim  # noqa: E741 - as in the table below
+C, S, M, I, K, P = Victim  # noqa: E741 - as in the table below
 
 OURS = ((C,), (S,), (C, S))
 LAUNCHING = (*OURS, (M,), (S, M), (C, M))
 BOOTING = (*LAUNCHING, (I,), (S, I))
-ALIVE = (*BOOTING, (K,), (C, K), (S, K), (C, S, M, I, K))
+ALIVE = (*BOOTING, (K,), (C, K), (S, K), (P,), (S, P), (C, S, M, I, K, P))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -57,6 +58,8 @@ class Lab:
         """Start the fork server: it imports the client once, so that each costs a fork."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["actor"])
+        # Now, so that it does not inherit what a test puts into the environment.
+        forkserver.ensure_running()
         database = directory / "source.sqlite"
         with closing(sqlite3.connect(database)) as made, made:
             # Large enough that the copy can be met half-way.
@@ -107,11 +110,12 @@ class Trial:
         self._mounts = observe.mounts()
         self._events: set[str] = set()
         self.told: dict[str, object] = {}
-        self._sessions: set[str] = set()
+        self.sessions: set[str] = set()
         self._recorded: set[str] = set()
-        self._socket_dirs: set[Path] = set()
+        self.socket_dirs: set[Path] = set()
         self._exports = Path(part.destination).parent
         self._finished = False
+        self._disturbed = False
         self._reports, theirs = lab.context.Pipe(duplex=False)
         self._process: ForkServerProcess = lab.context.Process(
             target=actor.perform, args=(theirs, part), name="backintel-test-client"
@@ -143,8 +147,8 @@ class Trial:
                 return
             self._events.add(event)
             if event.startswith(("phase", "again")):
-                self._sessions.add(facts["session"])
-                self._socket_dirs.add(Path(facts["socket_dir"]))
+                self.sessions.add(facts["session"])
+                self.socket_dirs.add(Path(facts["socket_dir"]))
             elif event in ("failed", "refused", "done"):
                 self.told = {**self.told, **facts}
 
@@ -152,9 +156,9 @@ class Trial:
         """Remember the session of each record that is there."""
         for path in observe.entries(self._lab.dirs.sessions):
             if path.suffix == ".json" and (record := read_record(path)) is not None:
-                self._sessions.add(record.session)
+                self.sessions.add(record.session)
                 self._recorded.add(record.session)
-                self._socket_dirs.add(record.socket_dir)
+                self.socket_dirs.add(record.socket_dir)
 
     def _supervisor(self) -> int | None:
         for pid in observe.children(self._pid):
@@ -166,6 +170,10 @@ class Trial:
         pid: int | None = self._pid
         if victim is not Victim.CLIENT:
             pid = self._supervisor()
+            if victim is Victim.KEEPER:
+                # bubblewrap's monitor is forked first.
+                pid = (observe.children(pid)[1:] or [None])[0] if pid is not None else None
+                return identify(pid) if pid is not None else None
             for step in (Victim.MONITOR, Victim.INIT, Victim.KERNEL):
                 if victim is Victim.SUPERVISOR:
                     break
@@ -183,15 +191,15 @@ class Trial:
             case "recorded":
                 return bool(self._recorded)
             case "socket directory":
-                return any(path.is_dir() for path in self._socket_dirs)
+                return any(path.is_dir() for path in self.socket_dirs)
             case "staging directory":
                 return bool(observe.entries(lab.dirs.state / "staging"))
             case "staged copy":
                 return any((lab.dirs.state / "staging").glob("*/*"))
             case "guest sockets":
-                return any((path / "g-5").exists() for path in self._socket_dirs)
+                return any((path / "g-5").exists() for path in self.socket_dirs)
             case "client sockets":
-                return any((path / "h-5").exists() for path in self._socket_dirs)
+                return any((path / "h-5").exists() for path in self.socket_dirs)
             case "launcher":
                 return self._find(Victim.MONITOR) is not None
             case "bubblewrap":
@@ -200,39 +208,65 @@ class Trial:
             case "process 1":
                 return self._find(Victim.INIT) is not None
             case "cgroup":
-                return any(observe.control_groups(session) for session in self._sessions)
+                return any(observe.control_groups(session) for session in self.sessions)
             case "cgroup entered":
-                return any(observe.members(session) for session in self._sessions)
+                return any(observe.members(session) for session in self.sessions)
             case "export staging":
                 return any(self._exports.glob(".backintel-export-*"))
             case "exported":
                 return (self._exports / "artifacts").is_dir()
             case "cgroup gone":
                 return "closing" in self._events and not any(
-                    observe.control_groups(session) for session in self._sessions
+                    observe.control_groups(session) for session in self.sessions
                 )
             case "receipt":
                 return any(
-                    (lab.dirs.receipts / f"{session}.json").exists() for session in self._sessions
+                    (lab.dirs.receipts / f"{session}.json").exists() for session in self.sessions
                 )
         return event in self._events
 
     def meet(self, kill: Kill) -> None:
         """Wait for the barrier and kill the victims at once. Raises Missed."""
+        self.strike(kill.barrier.event, *kill.victims)
+
+    def strike(self, event: str, *victims: Victim) -> None:
+        """Kill the victims as soon as the event has come. Raises Missed."""
+        self.wait_for(event)
+        found = [self._find(victim) for victim in victims]
+        if None in found:
+            raise Missed(f"{sorted(self._events)} {self.told}")
+        # The first one by our hand; the others may meanwhile have followed it.
+        hit = [_kill(victim) for victim in found if victim is not None]
+        self._disturbed = any(hit)
+        if not hit[0]:
+            raise Missed(f"{sorted(self._events)} {self.told}")
+        self._killed_at = time.monotonic()
+
+    def wait_for(self, event: str) -> None:
+        """Wait until the event has come. Raises Missed if the session ends without it."""
         deadline = time.monotonic() + BARRIER_BOUND_S
         while True:
             self._listen(_LOOK_S)
             self._look()
-            if self._met(kill.barrier.event):
+            if self._met(event):
                 break
             if self._finished:
                 raise Missed(f"{sorted(self._events)} {self.told}")
-            assert time.monotonic() < deadline, f"{kill}: the barrier never came: {self._events}"
-        found = [self._find(victim) for victim in kill.victims]
-        for victim in found:
-            if victim is None or not _kill(victim):
-                raise Missed(f"{sorted(self._events)} {self.told}")
-        self._killed_at = time.monotonic()
+            assert time.monotonic() < deadline, f"{event} never came: {self._events}"
+
+    def wait_for_end(self) -> None:
+        """Wait until the client has ended by itself."""
+        deadline = time.monotonic() + BARRIER_BOUND_S
+        while not self._finished and time.monotonic() < deadline:
+            self._listen(0.05)
+            self._look()
+        assert self._finished, f"the client does not end; it reported {self._events}"
+
+    def wait_for_processes(self) -> None:
+        """Wait until no process of the session is left, as after each kill."""
+        deadline = self._killed_at + NO_PROCESS_AFTER_S
+        assert not observe.gone_by(deadline, self._guest)
+        self._look()
 
     # -- judging -------------------------------------------------------------------------------
 
@@ -249,19 +283,22 @@ class Trial:
         late += observe.gone_by(max(by, time.monotonic() + NO_PROCESS_AFTER_S), self._all)
         if late:
             lab.late += 1
-            wrong += [f"still runs: {p.pid} {observe.command(p.pid)[:80]!r}" for p in late]
+        for process in dict.fromkeys(late):
+            wrong.append(f"still runs: {process.pid} {observe.command(process.pid)[:80]!r}")
+            # The next trial is not to suffer from this one.
+            kill_and_wait(process, NO_PROCESS_AFTER_S)
         self._look()
         recorded = set(self._recorded)
         lines = sweep(lab.dirs)
         wrong += [line for line in lines if not line.endswith("removed what its supervisor left")]
-        left = observe.residue(lab.dirs, self._sessions, self._socket_dirs, self._exports)
+        left = observe.residue(lab.dirs, self.sessions, self.socket_dirs, self._exports)
         left += [f"mount {point}" for point in observe.mounts() - self._mounts]
         if left:
             lab.left += 1
             wrong += [f"left after a sweep: {path}" for path in left]
         for session in recorded:
             wrong += self._judge_receipt(session)
-        self._close()
+        self.close()
         assert not wrong, f"{kill}\n" + "\n".join(wrong)
 
     def _all(self) -> list[ProcessIdentity]:
@@ -269,7 +306,7 @@ class Trial:
         return [*observe.marked(self._lab.environment["HOME"]), *self._guest()]
 
     def _guest(self) -> list[ProcessIdentity]:
-        return [found for session in self._sessions for found in observe.members(session)]
+        return [found for session in self.sessions for found in observe.members(session)]
 
     def _judge_client(self) -> list[str]:
         """The client, which was not killed, must notice, say why, and end."""
@@ -299,25 +336,16 @@ class Trial:
 
     def let_go(self) -> None:
         """Let the session end by itself: an undisturbed one leaves nothing at all."""
-        disturbed = self._killed_any()
-        deadline = time.monotonic() + BARRIER_BOUND_S
-        while not self._finished and time.monotonic() < deadline:
-            self._listen(0.05)
-            self._look()
-        finished = self._finished
+        self.wait_for_end()
         late = observe.gone_by(time.monotonic() + NO_PROCESS_AFTER_S, self._all)
         lines = sweep(self._lab.dirs)
-        self._close()
-        assert finished, f"the client does not end; it reported {self._events}"
+        self.close()
         assert not late
-        if not disturbed:
+        if not self._disturbed:
             assert lines == []
-        assert not observe.residue(self._lab.dirs, self._sessions, self._socket_dirs, self._exports)
+        assert not observe.residue(self._lab.dirs, self.sessions, self.socket_dirs, self._exports)
 
-    def _killed_any(self) -> bool:
-        return not is_running(self._client)
-
-    def _close(self) -> None:
+    def close(self) -> None:
         self._reports.close()
         # A client that hangs is a failure that was noted; it must not disturb the next trial.
         kill_and_wait(self._client, CLIENT_BOUND_S)

@@ -309,11 +309,11 @@ def test_a_stopped_supervisor_cannot_keep_its_guest_beyond_the_backstop() -> Non
     """Spec B: the native backstop ends the guest at the run deadline + 10 s."""
 
     async def body() -> None:
-        async with sandbox(run_deadline=3, cell_deadline=3) as box:
+        async with sandbox(run_deadline=6, cell_deadline=6) as box:
             os.kill(box.supervisor_pid, signal.SIGSTOP)
             try:
                 await gone_within(
-                    15, lambda: [p for p in processes_of(box) if p != box.supervisor_pid]
+                    18, lambda: [p for p in processes_of(box) if p != box.supervisor_pid]
                 )
             finally:
                 os.kill(box.supervisor_pid, signal.SIGCONT)

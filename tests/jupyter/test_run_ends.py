@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
+from runs import COMMAND
 
 from kernel_provisioner.paths import state_dirs
 from kernel_provisioner.processes import is_running
@@ -23,16 +23,18 @@ from kernel_provisioner.records import Record, live_sessions, sweep
 
 pytestmark = pytest.mark.sandbox
 
-COMMAND = [sys.executable, "-m", "kernel_provisioner.cli.main"]
-
 
 @contextmanager
-def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Record]]:
-    """Yield a run whose first cell is done and whose second one sleeps, and its record."""
+def running(tmp_path: Path, *starter: str) -> Iterator[tuple[subprocess.Popen[str], Record]]:
+    """Yield a run whose first cell is done and whose second one sleeps, and its record.
+
+    ``starter`` is a command that becomes the run.
+    """
     notebook = tmp_path / "n.ipynb"
     sources = ["print('first')", "print('second', flush=True)\nimport time; time.sleep(90)"]
     nbformat.write(new_notebook(cells=[new_code_cell(source) for source in sources]), notebook)
-    command = [*COMMAND, "run", str(notebook), "--out", str(tmp_path / "out"), "--json"]
+    command = [*starter, *COMMAND, "run", str(notebook)]
+    command += ["--out", str(tmp_path / "out"), "--json"]
     before = {record.session for record in live_sessions(state_dirs())}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -75,7 +77,12 @@ def _left(record: Record) -> list[object]:
 
 @pytest.mark.parametrize(
     ("signum", "times", "status"),
-    [(signal.SIGINT, 1, 130), (signal.SIGTERM, 1, 143), (signal.SIGINT, 5, 130)],
+    [
+        (signal.SIGINT, 1, 130),
+        (signal.SIGTERM, 1, 143),
+        (signal.SIGHUP, 1, 129),
+        (signal.SIGINT, 5, 130),
+    ],
 )
 def test_a_signal_ends_the_sandbox_and_saves_the_notebook(
     tmp_path: Path, signum: signal.Signals, times: int, status: int
@@ -89,8 +96,17 @@ def test_a_signal_ends_the_sandbox_and_saves_the_notebook(
     saved = nbformat.read(tmp_path / "out/n.ipynb", 4)
     assert saved.cells[0].outputs[0].text == "first\n"
     assert json.loads((tmp_path / "out/receipt.json").read_text())["run"]["exit_status"] == status
-    assert not (tmp_path / "out/artifacts").exists()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"n.ipynb", "receipt.json"}
     assert _left(record) == []
+
+
+def test_nohup_is_heard(tmp_path: Path) -> None:
+    ignoring = ("sh", "-c", "trap '' HUP; exec \"$@\"", "sh")
+    with running(tmp_path, *ignoring) as (child, _):
+        child.send_signal(signal.SIGHUP)
+        child.send_signal(signal.SIGTERM)
+        _report(child)
+    assert child.returncode == 143
 
 
 def test_a_killed_supervisor_is_the_infrastructures_failure(tmp_path: Path) -> None:

@@ -107,3 +107,22 @@ def test_papermill_reports_the_failing_cell(notebook: Path) -> None:
     assert "ZeroDivisionError" in done.stderr
     outputs = nbformat.read(out, as_version=4).cells[-1].outputs
     assert [output.ename for output in outputs] == ["ZeroDivisionError"]
+
+
+def test_jupyter_console(installed_kernel: str, tmp_path: Path) -> None:
+    typed = ["x = 6", "import os", "print('said', x * 7, os.getuid())", "1 / 0", "exit"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "jupyter", "console", "--simple-prompt"),
+            f"--kernel={installed_kernel}",
+        ],
+        cwd=tmp_path,
+        input="\n".join(typed) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "said 42 10001" in done.stdout
+    assert "ZeroDivisionError" in done.stderr

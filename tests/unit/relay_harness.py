@@ -31,9 +31,19 @@ from kernel_provisioner.session.relay import (
     RelayBounds,
     Request,
 )
+from kernel_provisioner.session.relay.inspect import DELIMITER, Signer
+from kernel_provisioner.session.relay.zmtp import (
+    GREETING,
+    encode_command,
+    encode_message,
+    encode_ready,
+)
 
 KEY = b"0b5a4c7e-test-key"
 SCHEME = "hmac-sha256"
+
+SERVER = GREETING + encode_ready(b"XPUB")
+CLIENT = GREETING + encode_ready(b"SUB")
 
 LAUNCHER = """
 import zmq
@@ -264,3 +274,92 @@ def receive(sock: socket.socket, count: int) -> bytes:
         assert piece, f"end of file after {len(data)} of {count} bytes"
         data += piece
     return data
+
+
+def until(sock: Any, marker: bytes) -> bytes:
+    got = b""
+    while marker not in got:
+        piece = sock.recv(1 << 16)
+        assert piece, f"end of file before {marker!r}"
+        got += piece
+    return got
+
+
+def resident() -> int:
+    """Return this process's memory in bytes; the relay's is part of it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def signed(parts: list[bytes], key: bytes = KEY) -> list[bytes]:
+    return [DELIMITER, Signer(key, SCHEME).sign(parts), *parts]
+
+
+def message(
+    kind: str,
+    content: Any,
+    *,
+    parent: dict[str, Any] | None = None,
+    metadata: Any = None,
+    key: bytes = KEY,
+    topic: list[bytes] | None = None,
+) -> bytes:
+    """Return a guest's message as wire bytes. ``content`` and ``metadata`` may be raw bytes."""
+    header = {"msg_id": f"id-{time.monotonic_ns()}", "msg_type": kind, "session": "g"}
+    parts = [
+        part if isinstance(part, bytes) else json.dumps(part).encode()
+        for part in (header, parent or {}, {} if metadata is None else metadata, content)
+    ]
+    return encode_message([*(topic or []), *signed(parts, key)])
+
+
+def greeting(kind: bytes, identity: bytes = b"") -> bytes:
+    """Return what one end says first: as encode_ready, but with an identity."""
+    body = b"".join(
+        bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+        for name, value in ((b"Socket-Type", kind), (b"Identity", identity))
+    )
+    return GREETING + encode_command(b"READY", body)
+
+
+class Shell:
+    """A client's shell and iopub as raw sockets that are bridged to a hostile guest.
+
+    ``join`` adds connections: pairs of the client's end and the guest's.
+    """
+
+    def __init__(self, relay: RelayThread, guest: Any, identity: bytes = b"") -> None:
+        self._relay = relay
+        self._guest = guest
+        self._identity = identity
+        self._joined: list[socket.socket] = []
+        self.iopub, self.guest_iopub = self.join("iopub")
+        self.shell, self.guest_shell = self.join("shell")
+
+    def join(
+        self, channel: str, identity: bytes | None = None
+    ) -> tuple[socket.socket, socket.socket]:
+        kinds = {"iopub": (b"SUB", b"XPUB"), "hb": (b"REQ", b"ROUTER")}
+        mine, other = kinds.get(channel, (b"DEALER", b"ROUTER"))
+        client = connect(self._relay.client_paths[channel])
+        sent = greeting(mine, self._identity if identity is None else identity)
+        client.sendall(sent)
+        guest: socket.socket = self._guest.accept(channel)
+        receive(guest, len(sent))
+        guest.sendall(GREETING + encode_ready(other))
+        receive(client, len(GREETING + encode_ready(other)))
+        self._joined.append(client)
+        return client, guest
+
+    def request(
+        self, sock: socket.socket | None = None, *, content: Any = None, **more: Any
+    ) -> dict[str, Any]:
+        """Send an execute_request, or what ``more`` says of its header; return the header."""
+        header = {"msg_id": f"req-{time.monotonic_ns()}", "msg_type": "execute_request", **more}
+        parts = [json.dumps(p).encode() for p in (header, {}, {}, content or {"code": "1"})]
+        (sock or self.shell).sendall(encode_message(signed(parts)))
+        self._relay.monitor.wait_for("admit", header["msg_id"])
+        return header
+
+    def close(self) -> None:
+        for sock in self._joined:
+            sock.close()

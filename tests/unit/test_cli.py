@@ -164,11 +164,14 @@ def test_an_internal_error_does_not_blame_the_notebook(
     from kernel_provisioner.cli import sessions
 
     def broken(_: object) -> int:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("\x1b[31mtext of a stranger")
 
     monkeypatch.setitem(sessions.COMMANDS, "sessions", broken)
-    assert main(["sessions"]) == 3
-    assert "internal error" in capsys.readouterr().err
+    assert main(["sessions", "--json"]) == 3
+    captured = capsys.readouterr()
+    assert "internal error" in captured.err
+    assert "\x1b" not in captured.err
+    assert json.loads(captured.out)["error"]["code"] == "internal"
 
 
 def test_help_and_listing_import_nothing_of_jupyter() -> None:
@@ -183,14 +186,30 @@ def test_help_and_listing_import_nothing_of_jupyter() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_reader_that_left_is_no_error() -> None:
-    source = (
-        "import sys; from kernel_provisioner.cli.main import main; sys.exit(main(['sessions']))"
+BACKINTEL = [
+    sys.executable,
+    "-c",
+    "import sys; from kernel_provisioner.cli.main import main; sys.exit(main(sys.argv[1:]))",
+]
+
+
+def _with_streams(redirection: str, *words: str) -> tuple[int, str]:
+    """Run a command under a shell's redirections; return its status and what is on stderr."""
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "$@" {redirection}', "bash", *BACKINTEL, *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        check=False,
     )
+    return done.returncode, done.stderr
+
+
+def test_a_reader_that_left_is_no_error() -> None:
     readable, writable = os.pipe()
     os.close(readable)
     with subprocess.Popen(
-        [sys.executable, "-c", source], stdout=writable, stderr=subprocess.PIPE, text=True
+        [*BACKINTEL, "sessions"], stdout=writable, stderr=subprocess.PIPE, text=True
     ) as child:
         os.close(writable)
         _, errors = child.communicate(timeout=30)
@@ -198,14 +217,52 @@ def test_a_reader_that_left_is_no_error() -> None:
     assert errors == ""
 
 
-def test_sigterm_unwinds_with_status_143() -> None:
+@pytest.mark.parametrize("redirection", [">/dev/full", ">/dev/full 2>&1", ">/dev/full 2>&-"])
+def test_a_listing_that_cannot_be_printed_is_not_done(redirection: str) -> None:
+    status, errors = _with_streams(redirection, "sessions", "--json")
+    assert status == 3
+    if redirection == ">/dev/full":
+        assert errors.count("\n") == 1
+        assert "could not be written to standard output (No space left on device)" in errors
+
+
+@pytest.mark.parametrize(
+    "redirection",
+    [">/dev/full 2>/dev/full", ">&- 2>&-", "<&- >&- 2>&-", "2>&1 | true", "2>/dev/full"],
+)
+def test_a_failure_stays_that_failure_when_nobody_can_be_told(redirection: str) -> None:
+    status, _ = _with_streams(redirection, "run", "/nowhere", "--json")
+    assert status == 2
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", "| true", ">&-"])
+def test_help_that_cannot_be_printed_ends_quietly(redirection: str) -> None:
+    assert _with_streams(redirection, "--help") == (0, "")
+
+
+def test_closed_streams_do_not_become_other_files() -> None:
+    code = (
+        "from kernel_provisioner.cli.main import main; main(['sessions']); import os\n"
+        "os.write(int(os.sys.argv[1]), ' '.join(os.readlink(f'/proc/self/fd/{n}')"
+        " for n in range(3)).encode())"
+    )
+    readable, writable = os.pipe()
+    shell = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code, str(writable)]
+    subprocess.run(shell, pass_fds=(writable,), timeout=30, check=True)
+    os.close(writable)
+    with open(readable) as pipe:
+        assert pipe.read() == "/dev/null /dev/null /dev/null"
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_unwinds(signum: signal.Signals, status: int) -> None:
     source = (
-        "import sys, time; from kernel_provisioner.cli import sessions, main\n"
+        "import os, sys, time; from kernel_provisioner.cli import sessions, main\n"
         "def slow(options):\n"
         "    try:\n"
-        "        print('ready', flush=True); time.sleep(60)\n"
+        "        os.write(1, b'ready\\n'); time.sleep(60)\n"
         "    finally:\n"
-        "        print('cleaned', flush=True)\n"
+        "        os.write(1, b'cleaned\\n')\n"
         "sessions.COMMANDS['sessions'] = slow; sys.exit(main.main(['sessions']))"
     )
     with subprocess.Popen(
@@ -213,6 +270,6 @@ def test_sigterm_unwinds_with_status_143() -> None:
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        child.send_signal(signal.SIGTERM)
+        child.send_signal(signum)
         rest, _ = child.communicate(timeout=30)
-    assert (child.returncode, rest) == (143, "cleaned\n")
+    assert (child.returncode, rest) == (status, "cleaned\n")

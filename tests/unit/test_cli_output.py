@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernel_provisioner.cli.output import RunReporter, emit, first_line, printable
+from kernel_provisioner.cli.output import RunReporter, emit, first_line
+from kernel_provisioner.cli.run import summary
+from kernel_provisioner.plaintext import printable
+from kernel_provisioner.runmodel import RunResult
 
 
 @given(st.text())
@@ -79,3 +84,46 @@ def test_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> Non
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"schema": "x/1"}
     assert captured.err == ""
+
+
+def _report_on(stream: io.TextIOWrapper) -> None:
+    """Make a reporter say everything that it can say."""
+
+    async def cell() -> None:
+        reporter = RunReporter(stream)
+        reporter.note("n" * 5000)
+        reporter.phase("ready", 0.5)
+        reporter.cell_started(1, 2, "x = 1")
+        reporter.cell_ended(1, 2, 0.5, "done")
+        reporter.cell_skipped(2, 2, "x")
+
+    asyncio.run(cell())
+
+
+def test_a_full_or_closed_stream_ends_nothing() -> None:
+    with open("/dev/full", "w") as stream:
+        _report_on(stream)
+    # Closing it flushed it without an error, as the interpreter does at its end.
+    _report_on(stream)
+
+
+def test_a_broken_pipe_ends_nothing() -> None:
+    readable, writable = os.pipe()
+    os.close(readable)
+    with open(writable, "w") as stream:
+        _report_on(stream)
+
+
+def test_a_reader_that_stalls_does_not_hold_up_progress() -> None:
+    readable, writable = os.pipe()
+    with open(readable), open(writable, "w") as stream:
+        # More than any pipe holds; a write that waited would wait for ever.
+        for _ in range(300):
+            _report_on(stream)
+
+
+def test_a_summary_cannot_be_forged() -> None:
+    result = RunResult(Path("/out"), failed_cell=1, exit_status=1)
+    result.error = {"code": "E", "message": "x\nartifacts  /etc", "remedy": ""}
+    lines = "\n".join(summary(result)).splitlines()
+    assert [line for line in lines if line.startswith("artifacts")] == ["artifacts  none published"]

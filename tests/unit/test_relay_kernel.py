@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
-from relay_harness import Kernel, RelayThread, kernel_behind_relay
+from relay_harness import Kernel, RelayThread, kernel_behind_relay, resident
 
 from kernel_provisioner.session.relay import Refuse
 
@@ -211,6 +211,102 @@ def test_20000_displays_to_a_stalled_subscriber_arrive_in_full(
     assert seen == list(range(20000))
 
 
+def ask(client: BlockingKernelClient, kind: str, content: dict[str, Any], **header: Any) -> Any:
+    """Send a control request and return its reply."""
+    message = client.session.msg(kind, content)
+    message["header"].update(header)
+    client.control_channel.send(message)
+    reply = client.get_control_msg(timeout=30)
+    assert reply["parent_header"]["msg_id"] == message["header"]["msg_id"]
+    return reply
+
+
+def test_an_interrupted_question_is_followed_by_another(
+    relay: RelayThread, client: BlockingKernelClient
+) -> None:
+    """The first one is never answered: it must not stand in the way."""
+    code = """
+for _ in range(3):
+    try:
+        print("got", input("again? "))
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+    msg_id = client.execute(code, allow_stdin=True)
+    for _ in range(2):
+        assert client.get_stdin_msg(timeout=30)["content"]["prompt"] == "again? "
+        assert ask(client, "interrupt_request", {})["content"]["status"] == "ok"
+    client.get_stdin_msg(timeout=30)
+    client.input("Ada")
+    reply, outputs = finish(client, msg_id)
+    assert reply["content"]["status"] == "ok"
+    text = "".join(m["content"]["text"] for m in outputs if m["msg_type"] == "stream")
+    assert text == "interrupted\ninterrupted\ngot Ada\n"
+
+
+def test_subshells_and_the_debugger_are_answered(
+    relay: RelayThread, client: BlockingKernelClient
+) -> None:
+    made = ask(client, "create_subshell_request", {})["content"]["subshell_id"]
+    listed = ask(client, "list_subshell_request", {})["content"]["subshell_id"]
+    assert made in listed
+    ask(client, "delete_subshell_request", {"subshell_id": made})
+    info = {"type": "request", "seq": 1, "command": "debugInfo"}
+    assert ask(client, "debug_request", info)["content"]["success"]
+    assert "pid" in ask(client, "usage_request", {})["content"]
+    # To a subshell that is gone: a request and a comm message are both answered with an error.
+    for kind, content in (
+        ("execute_request", {"code": "1", "silent": False}),
+        ("comm_open", {"comm_id": "c", "target_name": "t", "data": {}}),
+    ):
+        message = client.session.msg(kind, content)
+        message["header"]["subshell_id"] = made
+        client.shell_channel.send(message)
+        reply = client.get_shell_msg(timeout=30)
+        assert reply["msg_type"] == kind.rsplit("_", 1)[0] + "_reply"
+        assert reply["content"]["ename"] == "UnknownSubshellError"
+        assert reply["parent_header"]["msg_id"] == message["header"]["msg_id"]
+
+
+def test_an_aborted_queue_is_answered(client: BlockingKernelClient) -> None:
+    failing = client.execute("import time; time.sleep(0.5); 1/0")
+    queued = [client.execute(f"{number}") for number in range(3)]
+    statuses = {}
+    for _ in range(4):
+        reply = client.get_shell_msg(timeout=30)
+        statuses[reply["parent_header"]["msg_id"]] = reply["content"]["status"]
+    assert statuses == {failing: "error", **dict.fromkeys(queued, "aborted")}
+
+
+def test_text_that_is_odd_json_arrives(client: BlockingKernelClient) -> None:
+    """ipykernel sends the first as a byte that is no UTF-8: clients replace it."""
+    for expression, shown in (
+        ("'name\\udcff'", "name\ufffd"),
+        ("'[{' * 2000", "[{" * 2000),
+        ("'9' * 6000", "9" * 6000),
+        ("10 ** 4000", "1" + "0" * 4000),
+    ):
+        reply, outputs = finish(client, client.execute(f"print({expression})"))
+        assert reply["content"]["status"] == "ok"
+        text = "".join(m["content"]["text"] for m in outputs if m["msg_type"] == "stream")
+        assert text == shown + "\n"
+
+
+def test_output_of_a_forked_child_arrives(client: BlockingKernelClient) -> None:
+    code = """
+import os
+child = os.fork()
+if child == 0:
+    print("from the child", flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    reply, _ = finish(client, client.execute(code))
+    assert reply["content"]["status"] == "ok"
+    reply, _ = finish(client, client.execute("1"))
+    assert reply["content"]["status"] == "ok"
+
+
 def test_a_client_that_leaves_does_not_stop_the_observation(relay: RelayThread) -> None:
     client = relay.client()
     client.wait_for_ready(timeout=30)
@@ -220,8 +316,47 @@ def test_a_client_that_leaves_does_not_stop_the_observation(relay: RelayThread) 
     relay.monitor.wait_for("replied", msg_id, "ok")
 
 
-def test_no_violation_in_ordinary_use(relay: RelayThread) -> None:
+def test_nothing_is_dropped_in_ordinary_use(relay: RelayThread) -> None:
     assert relay.monitor.kinds("violation") == []
+    assert relay.monitor.kinds("output_exceeded") == []
+    assert relay.call(lambda: relay.relay.stats)["dropped"] == 0
+
+
+FLOOD = """
+from ipykernel.kernelapp import IPKernelApp
+app = IPKernelApp.instance()
+session, header = app.kernel.session, app.kernel.get_parent("shell")["header"]
+identity = app.kernel._parent_ident["shell"][0]
+buffer = b"x" * (20 * 2**20)
+for _ in range(20):
+    parts = session.serialize(session.msg({kind!r}, {{}}, parent=header))
+    app.{socket}.send_multipart([identity, *parts, buffer], copy=False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("socket", "kind"),
+    [
+        ("control_socket", "interrupt_reply"),
+        ("control_socket", "execute_reply"),
+        ("stdin_socket", "input_request"),
+        ("stdin_socket", "display_data"),
+        ("shell_socket", "inspect_reply"),
+    ],
+)
+def test_a_kernel_that_floods_its_client_reaches_the_relay_only(
+    client: BlockingKernelClient, relay: RelayThread, socket: str, kind: str
+) -> None:
+    before, dropped = resident(), relay.call(lambda: relay.relay.stats)["dropped"]
+    msg_id = client.execute(FLOOD.format(socket=socket, kind=kind), allow_stdin=True)
+    reply, outputs = finish(client, msg_id)
+    assert (reply["msg_type"], reply["content"]["status"]) == ("execute_reply", "ok"), outputs
+    deadline = time.monotonic() + 30
+    while relay.call(lambda: relay.relay.stats)["dropped"] < dropped + 20:
+        assert time.monotonic() < deadline
+    assert resident() - before < 64 * 2**20  # 400 MiB were sent; the client is in this process
+    relay.monitor.wait_for("replied", msg_id, "ok")
+    finish(client, client.execute("1"))
 
 
 # ---- death

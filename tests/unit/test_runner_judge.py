@@ -14,6 +14,7 @@ _NOTHING: dict[str, Any] = {
     "ended": None,
     "over_cells": False,
     "watchdog_interrupts": 0,
+    "output_limited": 0,
 }
 
 
@@ -34,6 +35,7 @@ def test_the_supervisors_word_outranks_the_cell(reason: Reason) -> None:
 
 def test_an_interrupt_by_the_watchdog_is_a_deadline() -> None:
     assert _judge("KeyboardInterrupt", watchdog_interrupts=1).exit_status == 4
+    assert _judge("KeyboardInterrupt", output_limited=1).exit_status == 5
     assert _judge("KeyboardInterrupt").exit_status == 1
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from kernel_provisioner import executed
 from kernel_provisioner import notebook as notebooks
 from kernel_provisioner.errors import UsageError
 
@@ -72,6 +73,23 @@ def test_a_notebook_over_the_limit_is_refused(tmp_path: Path) -> None:
 def test_what_is_not_a_notebook_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         notebooks.parse(data, "n.ipynb")
+
+
+def test_text_that_no_kernel_could_be_sent_is_refused() -> None:
+    data = _bytes(new_code_cell("x = 'HERE'")).replace(b"HERE", b"\\ud800")
+    with pytest.raises(UsageError, match="cannot be saved again"):
+        notebooks.parse(data, "n.ipynb")
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+def test_nesting_is_refused_before_the_run_or_can_be_saved_after_it(depth: int) -> None:
+    data = _bytes(new_code_cell("1"), x="HERE").replace(b'"HERE"', b"[" * depth + b"]" * depth)
+    try:
+        parsed = notebooks.parse(data, "n.ipynb")
+    except UsageError:
+        assert depth > 100
+    else:
+        assert json.loads(executed.serialize(parsed))["metadata"]["x"] is not None
 
 
 @pytest.mark.parametrize(
@@ -219,6 +237,8 @@ def test_requirements_are_names_with_or_without_a_schema() -> None:
     [
         ("a.png", "must be a list"),
         (["a"] * 257, "must be a list"),
+        (["a" * 256], "not the relative name"),
+        (["d/" + "ü" * 128], "not the relative name"),
         ([1], "neither a name nor an object"),
         (["../a"], "not the relative name"),
         (["/etc/passwd"], "not the relative name"),
@@ -234,10 +254,3 @@ def test_requirements_are_names_with_or_without_a_schema() -> None:
 def test_bad_requirements_are_refused(stated: object, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         notebooks.requirements({"backintel": {"requires": stated}})
-
-
-def test_an_error_is_shown_once() -> None:
-    cell = new_code_cell("1")
-    notebooks.show_error(cell, "GuestLost", "gone")
-    notebooks.show_error(cell, "Other", "later")
-    assert [output.ename for output in cell.outputs] == ["GuestLost"]

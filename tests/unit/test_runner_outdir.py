@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -62,14 +65,37 @@ def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
         outdir.claim(tmp_path / "out")
 
 
+@contextmanager
+def _files_end_at(size: int) -> Iterator[None]:
+    """Let the kernel refuse every byte beyond ``size``, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_write_replaces_the_whole_file_or_nothing(tmp_path: Path) -> None:
     claimed = outdir.claim(tmp_path / "out")
     claimed.write("n.ipynb", b"first")
-    # The name of the staged file is taken by a directory: the write fails.
-    (claimed.path / ".n.ipynb.partial").mkdir()
-    with pytest.raises(OutputRefused, match="cannot be written"):
+    with (
+        _files_end_at(4),
+        pytest.raises(OutputRefused, match=r"n\.ipynb' cannot be written \(File too large\).*free"),
+    ):
         claimed.write("n.ipynb", b"second")
+    claimed.release()
+    assert [path.name for path in claimed.path.iterdir()] == ["n.ipynb"]
     assert (claimed.path / "n.ipynb").read_bytes() == b"first"
+
+
+def test_the_longest_name_that_the_file_system_takes_can_be_written(tmp_path: Path) -> None:
+    claimed = outdir.claim(tmp_path / "out")
+    longest = "x" * os.pathconf(tmp_path, "PC_NAME_MAX")
+    claimed.require_room_for(longest)
+    claimed.write(longest, b"1")
+    with pytest.raises(OutputRefused, match=r"\(File name too long\).*shorter name"):
+        claimed.require_room_for(longest + "x")
 
 
 def test_the_default_directory_is_named_after_the_notebook(
@@ -79,3 +105,10 @@ def test_the_default_directory_is_named_after_the_notebook(
     path = outdir.default_path("flights", 0.0)
     assert path.parent == Path(os.getcwd())
     assert path.name.startswith("out-flights-19")
+
+
+def test_a_long_name_of_any_script_gives_a_name_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outdir.claim(outdir.default_path("日" * 80, 0.0)).release()

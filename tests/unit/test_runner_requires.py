@@ -37,6 +37,11 @@ def test_a_missing_artifact_is_named(tmp_path: Path) -> None:
         _check(tmp_path, Requirement("d/plot.png"))
 
 
+def test_a_name_that_is_too_long_for_a_file_is_refused_and_breaks_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ExportRefused, match="cannot be read"):
+        _check(tmp_path, Requirement("a" * 300))
+
+
 def test_a_directory_is_no_artifact(tmp_path: Path) -> None:
     (tmp_path / "t.json").mkdir()
     with pytest.raises(ExportRefused, match="is not a file"):
@@ -60,9 +65,10 @@ def test_the_schema_false_refuses_everything(tmp_path: Path) -> None:
         _check(_write(tmp_path, 1), Requirement("t.json", False))
 
 
-def test_a_schema_that_is_none_is_refused_before_the_run() -> None:
+@pytest.mark.parametrize("schema", [{"type": "integr"}, {"$schema": []}, {"$ref": 1}])
+def test_a_schema_that_is_none_is_refused_before_the_run(schema: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=r"states for 't.json' is not a JSON schema"):
-        requires.check_schemas([Requirement("t.json", {"type": "integr"})])
+        requires.check_schemas([Requirement("t.json", schema)])
 
 
 def test_a_regular_expression_cannot_hold_up_the_host(

@@ -86,17 +86,20 @@ async def _start(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Bwrap
             raise StartFailed("the launcher vanished.", phase="launch")
         ends.passed_on()
         output = OutputTail(ends.output)
+        ended_by: ProcessIdentity | None = None
         try:
             group.create(cgroups.Caps.of(spec.profile))
             group.admit(pid)
             limits = group.limits()
+            ended_by = keeper.start(monitor_fd, group.paths, spec.backstop_s)
             child = await _through_the_gate(ends, output, waiting.deadline_in(_LAUNCH_TIMEOUT_S))
             child_fd = linux.open_identity(child)
             if child_fd is None:
                 raise explain(output.text(), "its process 1 ended", "launch")
-            ended_by = keeper.start(monitor_fd, child_fd, spec.backstop_s)
         except BaseException:
             _abandon(spec, group, pid, monitor_fd, output, ends.control)
+            if ended_by is not None:
+                keeper.reap(ended_by)
             raise
         held = Held(
             spec=spec,

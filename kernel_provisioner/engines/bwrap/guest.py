@@ -77,6 +77,9 @@ class BwrapGuest:
         loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[GuestExit] = loop.create_future()
         loop.add_reader(held.monitor_fd, self._reap)
+        self._keeper_fd = os.pidfd_open(held.keeper.pid)
+        self._keeper_lost = False
+        loop.add_reader(self._keeper_fd, self._lose_keeper)
 
     @property
     def channels(self) -> Mapping[str, Path]:
@@ -227,24 +230,30 @@ class BwrapGuest:
         """The monitor ended: take its status. bubblewrap reports a signal n as exit 128 + n."""
         held = self._held
         asyncio.get_running_loop().remove_reader(held.monitor_fd)
-        # Process 1 asks the kernel to die with the monitor only when it has set the sandbox up: a
-        # monitor killed before that would leave a guest that no longer dies with this process.
-        linux.pidfd_kill(held.child_fd, signal.SIGKILL)
         try:
             _, status = os.waitpid(held.monitor.pid, 0)
         except ChildProcessError:
             code: int | None = None
         else:
             code = os.waitstatus_to_exitcode(status)
-            if code < 0:
-                # The monitor itself was killed, which nothing in the sandbox can do.
+            if code < 0 or self._keeper_lost:
+                # The monitor or the keeper was killed, which nothing in the sandbox can do.
                 code = None
             elif 128 < code <= 128 + signal.SIGRTMAX:
                 code = 128 - code
-        # Process 1 ends before its monitor, unless guest code has taken it over.
+        # Process 1 ends before its monitor, unless guest code has taken it over or the monitor was
+        # killed.
         linux.pidfd_kill(held.child_fd, signal.SIGKILL)
         if not self._exit.done():
             self._exit.set_result(GuestExit(code))
+
+    def _lose_keeper(self) -> None:
+        """The keeper ended: if bubblewrap runs, it was killed, and no guest runs without one."""
+        held = self._held
+        asyncio.get_running_loop().remove_reader(self._keeper_fd)
+        if not waiting.exited(held.monitor_fd):
+            self._keeper_lost = True
+            linux.pidfd_kill(held.child_fd, signal.SIGKILL)
 
     def kill(self) -> None:
         """SIGKILL process 1 of the sandbox: the kernel ends all others with it.
@@ -321,6 +330,8 @@ class BwrapGuest:
     def _close(self) -> None:
         held = self._held
         held.closed = True
+        asyncio.get_running_loop().remove_reader(self._keeper_fd)
+        os.close(self._keeper_fd)
         keeper.reap(held.keeper)
         held.output.close()
         held.control.close()

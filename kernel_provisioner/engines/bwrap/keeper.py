@@ -2,8 +2,10 @@
 
 bubblewrap's die-with-parent and the timer on its monitor both end process 1 of the sandbox by its
 parent-death signal. Guest code has the uid of that process and can rewrite it: through /proc/1/mem
-it was measured to clear the signal and to outlive a killed supervisor. So a fork of the supervisor,
-in no namespace and no cgroup of the guest, holds pidfds of all three and sends SIGKILL itself.
+it was measured to clear the signal and to outlive a killed supervisor. Nor does process 1 have that
+signal before it has set the sandbox up: with its parents killed then, it waited for ever for them.
+So a fork of the supervisor, in no namespace and no cgroup of the guest, watches both from before
+bubblewrap starts and sends SIGKILL itself, to all that is in the guest's cgroups.
 """
 
 from __future__ import annotations
@@ -13,27 +15,29 @@ import os
 import select
 import signal
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from kernel_provisioner.engines.base import ProcessIdentity
-from kernel_provisioner.engines.bwrap import linux
+from kernel_provisioner.engines.leftovers import kill_members, members
 from kernel_provisioner.processes import identify
 
-_INSIST_S = 0.1
+_INSIST_S = 0.01
 """How often a kill is repeated until the kernel has taken the sandbox down."""
 
 
-def start(monitor_fd: int, child_fd: int, backstop_s: float) -> ProcessIdentity:
+def start(monitor_fd: int, groups: Sequence[Path], backstop_s: float) -> ProcessIdentity:
     """Fork the keeper; call it on a process's main thread. Raises OSError.
 
-    It ends the guest when the calling process or bubblewrap's monitor is gone, or ``backstop_s``
-    seconds from now, and ends itself when the guest is gone. The caller reaps it.
+    It ends all in ``groups`` when the calling process or bubblewrap's monitor is gone, or
+    ``backstop_s`` seconds from now, and ends itself when nobody is left. The caller reaps it.
     """
     owner = os.pidfd_open(os.getpid())
     try:
         pid = os.fork()
         if pid == 0:
-            _run(owner, monitor_fd, child_fd, time.monotonic() + backstop_s)
+            _run(owner, monitor_fd, groups, time.monotonic() + backstop_s)
     finally:
         os.close(owner)
     identity = identify(pid)
@@ -49,22 +53,21 @@ def reap(keeper: ProcessIdentity) -> None:
         os.waitpid(keeper.pid, 0)
 
 
-def _run(owner: int, monitor: int, child: int, deadline: float) -> NoReturn:
+def _run(owner: int, monitor: int, groups: Sequence[Path], deadline: float) -> NoReturn:
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
-        owner, monitor, child = _only(owner, monitor, child)
+        owner, monitor = _only(owner, monitor)
         poller = select.poll()
-        for fd in (owner, monitor, child):
+        for fd in (owner, monitor):
             poller.register(fd, select.POLLIN)
         while (left := deadline - time.monotonic()) > 0 and not poller.poll(left * 1000):
             pass
-        alive = select.poll()
-        alive.register(child, select.POLLIN)
-        while not alive.poll(0):
-            linux.pidfd_kill(child, signal.SIGKILL)
-            alive.poll(_INSIST_S * 1000)
+        while any(members(group) for group in groups):
+            for group in groups:
+                kill_members(group)
+            time.sleep(_INSIST_S)
     finally:
         os._exit(0)
 

@@ -2,7 +2,8 @@
 
 It trusts clients as far as the session's private directory goes, and the guest not at all. The
 parts: ``zmtp`` (wire format), ``inspect`` (what is read), ``ledger`` (what is remembered),
-``inject`` (what is said in the guest's place), ``splice`` (bytes), ``service`` (the relay itself).
+``meter`` (what is counted), ``traffic`` (what a guest may send), ``inject`` (what is said in its
+place), ``splice`` (bytes), ``service`` (the relay itself).
 """
 
 from kernel_provisioner.session.relay.inspect import (

@@ -13,7 +13,12 @@ import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from kernel_provisioner.session.relay.inspect import COMM_TYPES, DELIMITER, Signer
+from kernel_provisioner.session.relay.inspect import (
+    COMM_TYPES,
+    DELIMITER,
+    Signer,
+    reply_type,
+)
 from kernel_provisioner.session.relay.zmtp import encode_message
 
 _PROTOCOL = "5.3"
@@ -52,8 +57,10 @@ class Injector:
         content: dict[str, object] = {"status": "error", **error}
         if msg_type == "execute_request":
             content |= {"execution_count": execution_count, "user_expressions": {}, "payload": []}
-        reply_type = msg_type.removesuffix("_request") + "_reply"
-        return Failure(iopub, self._message(reply_type, content, header_raw))
+        elif msg_type == "kernel_info_request":
+            # jupyter_client's wait_for_ready reads it without looking at the status.
+            content["protocol_version"] = _PROTOCOL
+        return Failure(iopub, self._message(reply_type(msg_type), content, header_raw))
 
     def idle(self, header_raw: bytes) -> bytes:
         """Return iopub ``status: idle`` for a request."""

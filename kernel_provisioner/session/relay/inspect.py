@@ -2,8 +2,9 @@
 
 Responsible for decoding the small leading frames of a message within bounds. Guest messages are
 hostile: the guest knows the session key, so a valid signature proves nothing about honesty. It is
-verified all the same (a few microseconds on small frames), because a client drops a message with a
-wrong signature, and the relay must not believe what no client will see. Nothing here does I/O.
+verified all the same (a few microseconds on small frames), because clients refuse a message with a
+wrong signature, and the relay must not believe what no client will see. What is held must be JSON
+objects as Jupyter's own kernels send them: clients fail on anything else. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 from kernel_provisioner.session.relay.zmtp import ParserBounds
@@ -22,9 +26,18 @@ DELIMITER = b"<IDS|MSG>"
 COMM_TYPES = frozenset({"comm_open", "comm_msg", "comm_close"})
 """Shell messages without a reply: they run code and end with an iopub ``idle``."""
 
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A JSON string, or one that does not end. It matches at every quote: linear on hostile text."""
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
+_STEPS = bytes.maketrans(b"{}[]", b"\x01\xff\x01\xff")  # down and up, as signed bytes
+
 
 class MalformedMessage(Exception):
     """A message is not Jupyter's, or breaks a bound of the inspected part."""
+
+
+class TooDeep(MalformedMessage):
+    """JSON nests deeper than its bound: the one fault that an honest library can produce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,7 @@ class RelayBounds:
     ``stall_s``: a guest that owes the rest of a greeting or of a held message for that long, or
     lets a long message rest for that long, is in violation. ``orphan_s``: how long a client
     connection whose guest side closed stays open for ``fail_pending`` to answer on it.
+    ``open_inputs``: more than one, since an interrupted ``input()`` is never answered.
     """
 
     parser: ParserBounds = field(default_factory=ParserBounds)
@@ -42,9 +56,12 @@ class RelayBounds:
     )
     header_bytes: int = 16 * 1024
     json_depth: int = 32
+    content_depth: int = 128
     cell_bytes: int = 1024**3
     cell_text_bytes: int = 64 * 1024**2
     cell_messages: int = 100_000
+    cell_inputs: int = 10_000
+    open_inputs: int = 16
     connections: int = 256
     dial_s: float = 10.0
     stall_s: float = 30.0
@@ -129,38 +146,30 @@ class Envelope:
 
 
 def nesting_within(text: bytes, limit: int) -> bool:
-    """Return whether JSON ``text`` nests at most ``limit`` deep, without parsing it."""
+    """Return whether JSON ``text`` nests at most ``limit`` deep, without parsing it.
+
+    Text whose brackets do not pair is not JSON; for it either answer may come.
+    """
     if text.count(b"{") + text.count(b"[") <= limit:
-        return True  # the common case, at C speed
-    depth = 0
-    in_string = escaped = False
-    for byte in text:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif byte == 0x5C:
-                escaped = True
-            elif byte == 0x22:
-                in_string = False
-        elif byte == 0x22:
-            in_string = True
-        elif byte in b"{[":
-            depth += 1
-            if depth > limit:
-                return False
-        elif byte in b"}]":
-            depth -= 1
-    return True
+        return True  # the common case
+    steps = array("b", _STRING.sub(b"", text).translate(_STEPS, _NOT_BRACKETS))
+    return max(accumulate(steps), default=0) <= limit  # linear, and no Python code for a byte
 
 
 def load_object(text: bytes, depth: int) -> dict[str, Any]:
-    """Parse a JSON object nested at most ``depth`` deep. Raises MalformedMessage."""
+    """Parse a JSON object nested at most ``depth`` deep as a client will parse it.
+
+    Raises MalformedMessage, TooDeep. Python's json refuses integers of more than 4,300 digits.
+    """
+    if text == b"{}":
+        return {}
     if not nesting_within(text, depth):
-        raise MalformedMessage(f"JSON nests deeper than {depth}")
+        raise TooDeep(f"JSON nests deeper than {depth}")
     try:
-        value = json.loads(str(text, "utf-8"))
+        # Clients replace bad UTF-8, and ipykernel sends it: print("\udcff") becomes the byte 0xff.
+        value = json.loads(str(text, "utf-8", "replace"))
     except (ValueError, RecursionError):
-        raise MalformedMessage("a part is not JSON in UTF-8") from None
+        raise MalformedMessage("a part is not JSON that clients can read") from None
     if not isinstance(value, dict):
         raise MalformedMessage("a part is not a JSON object")
     return value
@@ -196,13 +205,38 @@ def parse_envelope(frames: Sequence[bytes], bounds: RelayBounds) -> Envelope:
 
 
 def content_object(envelope: Envelope, bounds: RelayBounds) -> dict[str, Any]:
-    """Return the content, or an empty dict if it is absent or not a modest JSON object."""
+    """Return a client's content, or an empty dict if it is absent or not a modest JSON object."""
     if envelope.content is None:
         return {}
     try:
-        return load_object(envelope.content, bounds.json_depth * 4)
+        return load_object(envelope.content, bounds.content_depth)
     except MalformedMessage:
         return {}
+
+
+def guest_content(envelope: Envelope, bounds: RelayBounds, *, complete: bool) -> dict[str, Any]:
+    """Check a guest's metadata and return its content; an empty dict if it is too long to be held.
+
+    ``complete``: the message has no more frames than were inspected. Raises MalformedMessage;
+    TooDeep if nothing is wrong but the depth of the content.
+    """
+    try:
+        load_object(envelope.metadata_raw, bounds.json_depth)
+    except TooDeep as error:
+        raise MalformedMessage(f"metadata: {error}") from None
+    if envelope.content is None:
+        if complete:
+            raise MalformedMessage("a message has no content")
+        return {}
+    return load_object(envelope.content, bounds.content_depth)
+
+
+def reply_type(msg_type: str) -> str:
+    """Return the type of the reply that belongs to a shell or control message's type.
+
+    As ipykernel forms it, also for a comm message to a subshell that is not there: ``comm_reply``.
+    """
+    return msg_type.rsplit("_", 1)[0] + "_reply"
 
 
 class Signer:
@@ -225,7 +259,7 @@ class Signer:
         return mac.hexdigest().encode()
 
     def believable(self, envelope: Envelope) -> bool:
-        """Return whether a client would accept this: signed well, or too long to be checked."""
+        """Return whether clients would accept this: signed well, or too long to be checked."""
         if envelope.content is None or self._mac is None:
             return True
         parts = (

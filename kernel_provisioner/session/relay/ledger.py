@@ -1,4 +1,4 @@
-"""What the relay remembers of requests: which wait for an answer, and how much output each made.
+"""What the relay remembers of requests: which wait for an answer, and which were answered lately.
 
 Responsible for matching guest messages to the requests that clients sent. Ids come from clients; a
 guest message changes something only if it names one of them. All of it is bounded by what clients
@@ -11,22 +11,26 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernel_provisioner.session.relay.inspect import Envelope, RelayBounds, Request
+from kernel_provisioner.session.relay.inspect import Envelope, Request, reply_type
 
-_RECENT = 1024
-"""Answered requests that are remembered, for output and idle states that arrive after replies."""
+RECENT = 1024
+"""Requests that are remembered, for output and idle states that arrive after replies."""
 
 
 @dataclass(slots=True)
 class Pending:
-    """A request that was forwarded and not answered."""
+    """A request that was forwarded. ``identity``: of the client's socket, as READY gave it."""
 
     request: Request
     header_raw: bytes
     identity: bytes
     allow_stdin: bool
     started: bool = False
+    replied: bool = False
     execution_count: int = 0
+    inputs: int = 0
+    open_inputs: int = 0  # not answered yet
+    told: set[str] = field(default_factory=set)  # notices that its cell has already
 
 
 class Ledger:
@@ -34,20 +38,28 @@ class Ledger:
 
     def __init__(self) -> None:
         self.pending: dict[str, Pending] = {}
-        self.recent: OrderedDict[str, bytes] = OrderedDict()
+        self.recent: OrderedDict[str, Pending] = OrderedDict()
         self.last_count = 0
 
     def add(self, pending: Pending) -> None:
-        """Remember a request that is being forwarded or refused."""
+        """Remember a request that is being forwarded."""
         msg_id = pending.request.msg_id
         self.pending[msg_id] = pending
-        self.recent[msg_id] = pending.header_raw
-        while len(self.recent) > _RECENT:
+        self.recent[msg_id] = pending
+        while len(self.recent) > RECENT:
             self.recent.popitem(last=False)
 
-    def resolve(self, msg_id: str) -> Pending | None:
-        """Forget that the request waits. It stays among the recent ones."""
-        return self.pending.pop(msg_id, None)
+    def find(self, msg_id: str) -> Pending | None:
+        """Return a request that waits or did so lately."""
+        return self.pending.get(msg_id) or self.recent.get(msg_id)
+
+    def resolve(self, entry: Pending) -> bool:
+        """Forget that the request waits, and return whether it did. It stays a recent one."""
+        msg_id = entry.request.msg_id
+        if self.pending.get(msg_id) is not entry:
+            return False
+        del self.pending[msg_id]
+        return True
 
     def waits(self, connection: int) -> bool:
         """Return whether a request of this connection waits for its answer."""
@@ -60,54 +72,21 @@ class Ledger:
             entry.execution_count = self.last_count = count
 
 
-@dataclass(slots=True)
-class _Usage:
-    size: int = 0
-    text: int = 0
-    messages: int = 0
-    exceeded: bool = False
+def answers(
+    entry: Pending, msg_type: str, *, channel: str, connection: int, identity: bytes
+) -> bool:
+    """Return whether a guest's message is the request's one reply, where its client gets it.
 
-
-@dataclass(slots=True)
-class OutputMeter:
-    """Counts one iopub connection's traffic for each request (spec H3).
-
-    What belongs to no known request is counted together, since the last request.
+    That is the connection on which the request came, or one of the same channel and identity: the
+    kernel's ROUTER hands a client that reconnects what its old connection had asked for.
     """
-
-    bounds: RelayBounds
-    _usage: dict[str, _Usage] = field(default_factory=dict)
-
-    def exceeded(self, msg_id: str) -> bool:
-        """Return whether the request's output already passed a bound."""
-        usage = self._usage.get(msg_id)
-        return usage is not None and usage.exceeded
-
-    def charge(self, msg_id: str, *, size: int, text: int, messages: int) -> str:
-        """Add traffic; return what was passed by it, or an empty text. Sizes in bytes."""
-        usage = self._usage.setdefault(msg_id, _Usage())
-        usage.size += size
-        usage.text += text
-        usage.messages += messages
-        if usage.exceeded:
-            return ""
-        bounds = self.bounds
-        if usage.size > bounds.cell_bytes:
-            found = f"more than {bounds.cell_bytes / 2**20:g} MiB of output"
-        elif usage.text > bounds.cell_text_bytes:
-            found = f"more than {bounds.cell_text_bytes / 2**20:g} MiB of stream text"
-        elif usage.messages > bounds.cell_messages:
-            found = f"more than {bounds.cell_messages} output messages"
-        else:
-            return ""
-        usage.exceeded = True
-        return found
-
-    def new_request(self, known: OrderedDict[str, bytes]) -> None:
-        """A request begins: output of no request is counted anew; forgotten ones are dropped."""
-        self._usage.pop("", None)
-        if len(self._usage) > 2 * _RECENT:
-            self._usage = {key: value for key, value in self._usage.items() if key in known}
+    request = entry.request
+    return (
+        not entry.replied
+        and msg_type == reply_type(request.msg_type)
+        and channel == request.channel
+        and (connection == request.connection or (identity != b"" and identity == entry.identity))
+    )
 
 
 def make_request(

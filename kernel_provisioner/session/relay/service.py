@@ -1,8 +1,9 @@
-"""The relay of one session: sockets for clients, policy for messages, answers in the guest's place.
+"""The relay of one session: sockets for clients, their requests, answers in the guest's place.
 
 Responsible for who may ask what (by its monitor), for knowing which requests wait, and for telling
-their clients when the guest is dead. Clients are trusted as far as the session's 0700 directory
-goes; the guest is not trusted at all. Everything runs on one event loop and nothing blocks it.
+their clients when the guest is dead; ``traffic`` judges what the guest sends. Clients are trusted
+as far as the session's 0700 directory goes; the guest is not trusted at all. Everything runs on
+one event loop and nothing blocks it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
-from functools import partial
 from pathlib import Path
 
-from kernel_provisioner.errors import Reason
 from kernel_provisioner.session.relay.endpoint import CHUNK, listen
 from kernel_provisioner.session.relay.inject import Failure, Injector
 from kernel_provisioner.session.relay.inspect import (
@@ -31,13 +30,13 @@ from kernel_provisioner.session.relay.inspect import (
 )
 from kernel_provisioner.session.relay.ledger import Ledger, Pending, make_request
 from kernel_provisioner.session.relay.splice import Connection, Mode
-from kernel_provisioner.session.relay.zmtp import Head, ZmtpError
+from kernel_provisioner.session.relay.traffic import Decision, GuestTraffic
+from kernel_provisioner.session.relay.zmtp import Head
 from kernel_provisioner.session.watchdog import Refuse
 
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 _POLL_S = 0.004
 _OBITUARIES = 1024  # endings that are told to an iopub client who comes after the guest's death
-_AFTER_EXCESS = frozenset({"status", "error"})
 _log = logging.getLogger(__name__)
 
 
@@ -77,6 +76,13 @@ class Relay:
         self._guest_paths = dict(guest_paths)
         self._signer = Signer(key, signature_scheme)
         self._injector = Injector(self._signer)
+        self._traffic = GuestTraffic(
+            ledger=self.ledger,
+            signer=self._signer,
+            bounds=bounds,
+            monitor=monitor,
+            notify=self.notify,
+        )
         self._state = State.NEW
         self._listeners: list[tuple[socket.socket, Path, int]] = []
         self._connections: dict[int, Connection] = {}
@@ -137,10 +143,10 @@ class Relay:
         self._obituaries.extend(failure.iopub for _, failure in failures)
         answered = {entry.request.msg_id for entry in failed}
         for connection in self._of("iopub"):
-            for msg_id, header_raw in self.ledger.recent.items():
+            for msg_id, entry in self.ledger.recent.items():
                 # Replied, but this client never saw it become idle: its cell would wait for ever.
                 if msg_id not in answered and msg_id not in connection.idled:
-                    self._inject(connection, self._injector.idle(header_raw))
+                    self._inject(connection, self._injector.idle(entry.header_raw))
             for blob in self._obituaries:
                 self._inject(connection, blob)
         # A reply that overtakes its error output would be taken for the end of the cell.
@@ -172,18 +178,22 @@ class Relay:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Messages and bytes received from each side so far, refusals, injections, connections."""
+        """Messages and bytes received from each side so far, refusals, injections, connections.
+
+        ``dropped``: guest messages that no client had a reason to get.
+        """
         totals = dict(self._bytes)
         for connection in self._connections.values():
             _add_bytes(totals, connection)
-        return {**self.counts, **totals, "connections": self._number}
+        dropped = self._traffic.dropped
+        return {**self.counts, "dropped": dropped, **totals, "connections": self._number}
 
     def notify(self, msg_id: str, text: str) -> None:
         """Show ``text`` on stderr of a recent request's cell."""
-        header_raw = self.ledger.recent.get(msg_id)
-        if header_raw is not None:
+        entry = self.ledger.find(msg_id)
+        if entry is not None:
             for connection in self._of("iopub"):
-                self._inject(connection, self._injector.notice(header_raw, text))
+                self._inject(connection, self._injector.notice(entry.header_raw, text))
 
     # ---- connections
 
@@ -241,6 +251,8 @@ class Relay:
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.1)
         if connection.mode is Mode.WAITING and self._state is State.OPEN:
+            if connection.channel == "iopub":
+                self._traffic.meter.join(connection.number)
             connection.bridge(sock)
         else:
             sock.close()
@@ -249,6 +261,7 @@ class Relay:
         """A connection is over."""
         if self._connections.pop(connection.number, None) is not None:
             _add_bytes(self._bytes, connection)
+            self._traffic.meter.leave(connection.number)
 
     def _of(self, channel: str) -> list[Connection]:
         return [entry for entry in self._connections.values() if entry.channel == channel]
@@ -266,6 +279,8 @@ class Relay:
             return self._request(connection, head)
         if connection.channel == "stdin":
             connection.answered_input()
+        elif connection.channel == "hb":
+            connection.pings += 1
         return True
 
     def _request(self, connection: Connection, head: Head) -> bool:
@@ -293,8 +308,7 @@ class Relay:
             return False
         if _expects_end(envelope.msg_type):
             self.ledger.add(pending)
-        for entry in self._of("iopub"):
-            entry.meter.new_request(self.ledger.recent)
+        self._traffic.meter.new_request(self.ledger.recent)
         return True
 
     def _refuse(self, connection: Connection, pending: Pending, refusal: Refuse) -> None:
@@ -317,84 +331,13 @@ class Relay:
         """A message was over the bound of spec H3; its connection is closed."""
         self.monitor.oversized(f"{channel}: {detail}")
 
-    def guest_head(
-        self, connection: Connection, head: Head
-    ) -> tuple[bool, Callable[[int], None] | None]:
-        """Look at a guest's message: whether it is forwarded, and what to do at its end.
+    def guest_head(self, connection: Connection, head: Head) -> Decision:
+        """Look at a guest's message. Raises ZmtpError for what is not a Jupyter message."""
+        return self._traffic.head(connection, head)
 
-        Raises ZmtpError for what is not a Jupyter message.
-        """
-        if connection.channel == "hb":
-            return True, None
-        try:
-            envelope = parse_envelope(head.frames, self.bounds)
-        except MalformedMessage as error:
-            raise ZmtpError(str(error)) from None
-        if connection.channel == "iopub":
-            return self._publication(connection, envelope, head)
-        if connection.channel == "stdin":
-            self._input_request(connection, envelope)
-            return True, None
-        entry = self.ledger.pending.get(envelope.parent_id)
-        if (
-            entry is None
-            or not envelope.msg_type.endswith("_reply")
-            or not self._signer.believable(envelope)
-        ):
-            return True, None
-        status = content_object(envelope, self.bounds).get("status")
-        status = status if isinstance(status, str) and len(status) <= 32 else "unknown"
-        return True, partial(self._replied, envelope.parent_id, status)
-
-    def _replied(self, msg_id: str, status: str, _size: int) -> None:
-        if self.ledger.resolve(msg_id) is not None:
-            self.monitor.replied(msg_id, status)
-
-    def _input_request(self, connection: Connection, envelope: Envelope) -> None:
-        entry = self.ledger.pending.get(envelope.parent_id)
-        if (
-            envelope.msg_type == "input_request"
-            and entry is not None
-            and entry.allow_stdin
-            and connection.mode is Mode.BRIDGED
-            and self._signer.believable(envelope)
-        ):
-            connection.inputs.add(envelope.parent_id)
-            self.monitor.input_requested(envelope.parent_id)
-
-    def _publication(
-        self, connection: Connection, envelope: Envelope, head: Head
-    ) -> tuple[bool, Callable[[int], None] | None]:
-        msg_id = envelope.parent_id if envelope.parent_id in self.ledger.recent else ""
-        kind = envelope.msg_type
-        if connection.meter.exceeded(msg_id) and kind not in _AFTER_EXCESS:
-            return False, None  # its consequence is on the way; the host takes no more of it
-        after = partial(self._published, connection, msg_id, kind == "stream")
-        if kind in ("status", "execute_input") and msg_id and self._signer.believable(envelope):
-            content = content_object(envelope, self.bounds)
-            state = content.get("execution_state") if kind == "status" else None
-            entry = self.ledger.pending.get(msg_id)
-            if kind == "execute_input":
-                self.ledger.counted(msg_id, content.get("execution_count"))
-            elif state == "busy" and entry is not None and not entry.started:
-                entry.started = True
-                self.monitor.started(msg_id)
-            elif state == "idle":
-                connection.idled.add(msg_id)
-                if len(connection.idled) > 2 * len(self.ledger.recent):
-                    connection.idled.intersection_update(self.ledger.recent)
-                if entry is not None and entry.request.msg_type in COMM_TYPES:
-                    self._replied(msg_id, "idle", 0)
-        return True, after
-
-    def _published(self, connection: Connection, msg_id: str, text: bool, size: int) -> None:
-        """A publication was forwarded in full: charge it to its request."""
-        detail = connection.meter.charge(msg_id, size=size, text=size if text else 0, messages=1)
-        if detail:
-            self.notify(
-                msg_id, f"\n{Reason.OUTPUT_LIMIT}: the sandbox stops this cell: {detail}.\n"
-            )
-            self.monitor.output_exceeded(msg_id, detail)
+    def input_answered(self, msg_id: str) -> None:
+        """The client answered what a request asked on stdin, or went away."""
+        self._traffic.input_answered(msg_id)
 
     # ---- answers in the guest's place
 

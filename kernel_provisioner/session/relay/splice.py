@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from kernel_provisioner.session.relay import zmtp
 from kernel_provisioner.session.relay.endpoint import Endpoint
-from kernel_provisioner.session.relay.ledger import OutputMeter
 from kernel_provisioner.session.relay.zmtp import (
     Command,
     Data,
@@ -38,7 +37,8 @@ _SERVER_TYPES = {
     "iopub": b"XPUB",
     "hb": b"ROUTER",
 }
-_GUEST_COMMANDS = frozenset({b"READY", b"ERROR", b"PING", b"PONG", b"SUBSCRIBE", b"CANCEL"})
+# Not SUBSCRIBE and CANCEL: libzmq hands those to the client's application like messages.
+_GUEST_COMMANDS = frozenset({b"READY", b"ERROR", b"PING", b"PONG"})
 
 
 class Mode(Enum):
@@ -65,8 +65,8 @@ class Connection:
         self.mode = Mode.WAITING
         self.identity = b""
         self.idled: set[str] = set()
-        self.meter = OutputMeter(relay.bounds)
-        self.inputs: set[str] = set()
+        self.inputs: set[str] = set()  # requests whose questions on stdin wait for an answer
+        self.pings = 0  # on hb, not echoed yet
         bounds = relay.bounds.heartbeat if channel == "hb" else relay.bounds.parser
         self._from_client = FrameParser(bounds)
         self._from_guest = FrameParser(bounds)
@@ -115,7 +115,7 @@ class Connection:
             return
         if self.mode in (Mode.BRIDGED, Mode.ORPHAN, Mode.WAITING):
             fresh = self._from_guest.untouched  # the client heard nothing: greet it ourselves
-            usable = fresh or (self._from_guest.at_boundary and self._from_client.ready)
+            usable = fresh or (self._at_boundary and self._from_client.ready)
             self._drop_guest()
             if not usable:
                 self._relay.closed_inside_message(self)
@@ -125,6 +125,11 @@ class Connection:
             if fresh:
                 self.client.write(zmtp.GREETING)
             self.client.resume()
+
+    @property
+    def _at_boundary(self) -> bool:
+        """True if a whole message may follow what the client got."""
+        return self._from_guest.at_boundary or self._drop_output
 
     @property
     def answering(self) -> bool:
@@ -142,7 +147,7 @@ class Connection:
         """Send a whole message of our own, now or after the message that is on its way."""
         if not self.can_deliver:
             return
-        if self.mode is Mode.BRIDGED and self._from_guest.streaming:
+        if self.mode is Mode.BRIDGED and not self._at_boundary:
             self._injections.append(raw)
             return
         self._to_client.append(raw)
@@ -171,7 +176,7 @@ class Connection:
         if self.mode is Mode.ZOMBIE:
             self._end(Mode.CLOSED)
         elif self.mode is Mode.BRIDGED:
-            usable = self._from_guest.at_boundary and self._from_client.ready
+            usable = self._at_boundary and self._from_client.ready
             self._drop_guest()
             if not usable:
                 self._relay.closed_inside_message(self)
@@ -215,7 +220,7 @@ class Connection:
 
     def _end_inputs(self) -> None:
         for msg_id in self.inputs:
-            self._relay.monitor.input_replied(msg_id)
+            self._relay.input_answered(msg_id)
         self.inputs.clear()
 
     # ---- client to guest
@@ -298,6 +303,8 @@ class Connection:
                 self._to_client.append(event.raw)
             if event.complete:
                 self._message_over(len(event.raw))
+            elif not wanted:
+                self._release_injections()
         elif isinstance(event, End):
             self._message_over(event.size)
         elif isinstance(event, GreetingPart):
@@ -313,9 +320,11 @@ class Connection:
         after, self._after = self._after, None
         if after is not None:
             after(size)
-        if self._injections:
-            self._to_client.extend(self._injections)
-            self._injections.clear()
+        self._release_injections()
+
+    def _release_injections(self) -> None:
+        self._to_client.extend(self._injections)
+        self._injections.clear()
 
     def _flush_to_client(self) -> None:
         data = _joined(self._to_client)
