@@ -15,45 +15,29 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernel_provisioner.engines.base import (
-    CHANNELS,
-    Engine,
-    Guest,
-    GuestExit,
-    GuestSpec,
-    Leftovers,
-    SourceMount,
-)
-from kernel_provisioner.engines.leftovers import remove_directory
+from kernel_provisioner.engines.base import CHANNELS, Engine, Guest, GuestExit, GuestSpec
 from kernel_provisioner.engines.registry import get_engine
 from kernel_provisioner.errors import (
     ENDS,
     BackIntelError,
     DeadlineReached,
-    HostRefused,
     Reason,
     StartFailed,
     WireError,
 )
 from kernel_provisioner.images.receipt import Image, check_receipt, load_image
-from kernel_provisioner.paths import StateDirs, guest_code_dir, private_dir
-from kernel_provisioner.processes import boot_id, identify
-from kernel_provisioner.profiles import Profile
-from kernel_provisioner.records import (
-    Record,
-    open_record,
-    remove_record,
-    remove_socket_dir,
-    sweep,
-    write_record,
-)
+from kernel_provisioner.paths import guest_code_dir, private_dir
+from kernel_provisioner.records import remove_socket_dir, sweep
 from kernel_provisioner.session.control import Control
+from kernel_provisioner.session.ending import Ending, describe_status
+from kernel_provisioner.session.journal import Journal
 from kernel_provisioner.session.receipt import Receipt, ended
+from kernel_provisioner.session.request import Start
 from kernel_provisioner.session.telemetry import Telemetry
 
 if TYPE_CHECKING:
@@ -70,56 +54,6 @@ LINGER_S = 10.0
 """After an end that nobody asked for: how long clients get answers and exports are possible."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The provisioner's request, parsed. Times are CLOCK_MONOTONIC seconds."""
-
-    session: str
-    kernel_id: str
-    previous: str | None
-    engine: str
-    engine_requested: str
-    profile: Profile
-    sources: tuple[Mapping[str, str], ...]
-    environment: Mapping[str, str]
-    key: str
-    signature_scheme: str
-    socket_dir: Path
-    dirs: StateDirs
-    started_at: float
-
-    @classmethod
-    def parse(cls, message: Mapping[str, Any]) -> Start:
-        """Raises StartFailed when a field is missing or of the wrong type."""
-        try:
-            return cls(
-                session=str(message["session"]),
-                kernel_id=str(message["kernel_id"]),
-                previous=message["previous"],
-                engine=str(message["engine"]),
-                engine_requested=str(message["engine_requested"]),
-                profile=Profile(**message["profile"]),
-                sources=tuple(message["sources"]),
-                environment=dict(message["environment"]),
-                key=str(message["key"]),
-                signature_scheme=str(message["signature_scheme"]),
-                socket_dir=Path(message["socket_dir"]),
-                dirs=StateDirs(*(Path(message["dirs"][n]) for n in ("data", "state", "runtime"))),
-                started_at=float(message["started_at"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise StartFailed(f"the start request is malformed ({error}).") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why the session ends and what the person is told."""
-
-    reason: Reason
-    message: str
-    status: int | None = None
-
-
 class Supervisor:
     """One session. ``run`` returns when nothing of it is left."""
 
@@ -131,8 +65,7 @@ class Supervisor:
         self._relay: Relay | None = None
         self._telemetry: Telemetry | None = None
         self._receipt = Receipt(start.session, start.kernel_id)
-        self._record: Record | None = None
-        self._staging: Path | None = None
+        self._journal = Journal(start)
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._exports: asyncio.Queue[Path | None] = asyncio.Queue()
         self._monitor: SessionMonitor | None = None
@@ -157,12 +90,12 @@ class Supervisor:
         """Bring the guest up; afterwards clients are bridged to it. Raises BackIntelError."""
         start = self._start_request
         await self._phase("supervisor")
-        self._open_record()
+        self._journal.open()
         facts = self._engine.verify()
         image = load_image(start.dirs)
         private_dir(start.dirs.runtime)
         private_dir(start.socket_dir)
-        sources = await self._stage_sources()
+        sources = await self._journal.stage_sources(self._budget)
         spec = GuestSpec(
             session=start.session,
             profile=start.profile,
@@ -174,10 +107,10 @@ class Supervisor:
             backstop_s=max(self._remaining(), 0.0) + 10.0,
         )
         self._describe(facts, image)
-        self._write_record(self._engine.plan(spec))
+        self._journal.note(self._engine.plan(spec))
         await self._phase("verified")
         self._guest = await self._engine.start(spec)
-        self._write_record(self._guest.leftovers)
+        self._journal.note(self._guest.leftovers)
         await self._open_relay()
         # The tree is compared with its receipt while the guest boots (spec C4): what boots
         # meanwhile is the interpreter in its sandbox, no user code and no client's message.
@@ -185,7 +118,7 @@ class Supervisor:
         try:
             attested = await self._guest.wait_attested(self._budget())
             self._receipt.update(attested=dict(attested), limits=dict(self._guest.limits))
-            self._write_record(self._guest.leftovers)
+            self._journal.note(self._guest.leftovers)
             await self._phase("attested")
             await self._guest.release(self._connection(), self._budget())
             await self._phase("kernel")
@@ -227,28 +160,6 @@ class Supervisor:
         ports = {f"{name}_port": number for number, name in enumerate(CHANNELS, 1)}
         return {"key": start.key, "signature_scheme": start.signature_scheme, **ports}
 
-    async def _stage_sources(self) -> tuple[SourceMount, ...]:
-        start = self._start_request
-        mounts = []
-        for source in start.sources:
-            path = Path(source["path"])
-            if source["kind"] == "sqlite":
-                from kernel_provisioner.sqlite_copy import stage_sqlite
-
-                if self._staging is None:
-                    self._staging = start.dirs.state / "staging" / start.session
-                    self._write_record(Leftovers(directories=(self._staging,)))
-                    # Private: a database below the owner's home must not become readable here.
-                    self._staging.mkdir(mode=0o700, parents=True)
-                # By its unique name: two sources may have files of one name.
-                target = self._staging / source["name"]
-                await asyncio.to_thread(
-                    stage_sqlite, path, target, deadline=time.monotonic() + self._budget()
-                )
-                path = target
-            mounts.append(SourceMount(source["name"], path))
-        return tuple(mounts)
-
     def _describe(self, facts: Any, image: Image) -> None:
         start = self._start_request
         self._receipt.update(
@@ -263,44 +174,6 @@ class Supervisor:
                 {"name": s["name"], "kind": s["kind"], "path": s["path"]} for s in start.sources
             ],
         )
-
-    def _open_record(self) -> None:
-        """Write the record before anything of the session exists. Raises HostRefused."""
-        start = self._start_request
-        me = identify(os.getpid())
-        assert me is not None  # this process runs
-        record = Record(
-            session=start.session,
-            kernel_id=start.kernel_id,
-            engine=start.engine,
-            profile=start.profile.name,
-            boot=boot_id(),
-            supervisor=me,
-            socket_dir=start.socket_dir,
-            created=time.time(),
-        )
-        try:
-            start.dirs.receipts.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Better no session than one that ends without a receipt.
-            if not os.access(start.dirs.receipts, os.W_OK | os.X_OK):
-                raise PermissionError(0, f"{start.dirs.receipts} is not writable")
-            open_record(start.dirs, record)
-        except OSError as error:
-            raise HostRefused(
-                f"the session cannot be recorded in {start.dirs.state} ({error.strerror}).",
-                remedy="make that directory writable, and see that its disk is not full.",
-                phase="record",
-            ) from None
-        self._record = record
-
-    def _write_record(self, leftovers: Leftovers) -> None:
-        assert self._record is not None
-        if self._staging is not None and self._staging not in leftovers.directories:
-            leftovers = Leftovers(
-                leftovers.processes, leftovers.cgroups, (*leftovers.directories, self._staging)
-            )
-        self._record = replace(self._record, leftovers=leftovers)
-        write_record(self._start_request.dirs, self._record)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -422,11 +295,9 @@ class Supervisor:
         try:
             if self._guest is None:
                 raise StartFailed("there was no guest to export from.")
-            assert self._record is not None  # there is a guest
             # A publication that is killed leaves its staging beside the destination.
-            self._record = replace(self._record, export_dir=destination.parent)
             with contextlib.suppress(OSError):
-                write_record(self._start_request.dirs, self._record)
+                self._journal.note_export(destination.parent)
             limits = ExportLimits(max_bytes=self._start_request.profile.artifacts_bytes)
             deadline = time.monotonic() + EXPORT_TIMEOUT_S
             with self._guest.artifacts() as stream:
@@ -458,8 +329,7 @@ class Supervisor:
             self._receipt.update(cells=self._monitor.cell_counts())
         if self._guest is not None:
             failures += await self._guest.destroy(DESTROY_TIMEOUT_S)
-        if self._staging is not None:
-            failures += remove_directory(self._staging, start.session)
+        failures += self._journal.remove_staging()
         failures += remove_socket_dir(start.socket_dir)
         self._receipt.update(leftovers=failures)
         unsaved = None
@@ -470,8 +340,7 @@ class Supervisor:
             unsaved = self._receipt.data
         if not failures:
             # After the receipt: killed in between, the record makes a sweep look for one.
-            with contextlib.suppress(OSError):
-                remove_record(start.dirs, start.session)
+            self._journal.close()
         # What could not be stored is at least told.
         if not await self._control.send("gone", unsaved=unsaved):
             await self._control.send("gone", unsaved=None)
@@ -568,18 +437,6 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGTERM, self._end, Reason.SHUTDOWN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
-def describe_status(status: int) -> str:
-    """Return ``exit status 3`` or ``signal SIGSEGV`` for a process status.
-
-    The engine's reaper reports a signal as 128 + its number, as shells do.
-    """
-    number = -status if status < 0 else status - 128
-    if status < 0 or status > 128:
-        with contextlib.suppress(ValueError):
-            return f"signal {signal.Signals(number).name}"
-    return f"exit status {status}"
 
 
 async def supervise(sock: socket.socket) -> None:
