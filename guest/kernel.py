@@ -66,7 +66,7 @@ def _make_app(listeners: Mapping[str, int]) -> Any:
         sock.setsockopt(zmq.USE_FD, -1)
         return port
 
-    class SandboxKernelApp(IPKernelApp):  # type: ignore[misc]
+    class SandboxKernelApp(IPKernelApp):
         """IPKernelApp without a connection file, a parent to poll or a port to choose."""
 
         def init_connection_file(self) -> None:
@@ -97,9 +97,9 @@ def _make_app(listeners: Mapping[str, int]) -> Any:
             # With the default high-water mark of 1000 a slow subscriber loses displays; memory
             # is bounded by the cgroup.
             context.setsockopt(zmq.SNDHWM, 0)
-            super().init_iopub(context)
+            super().init_iopub(context)  # type: ignore[no-untyped-call]
 
-    Heartbeat._try_bind_socket = lambda self: bind(self.socket, self.port)
+    Heartbeat._try_bind_socket = lambda self: bind(self.socket, self.port)  # type: ignore[method-assign]
     return SandboxKernelApp
 
 

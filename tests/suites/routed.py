@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,6 +22,9 @@ import pytest
 FILE = Path(__file__).with_name("deselected.txt")
 SUITE_VARIABLE = "BACKINTEL_SUITE"
 REPORT_VARIABLE = "BACKINTEL_SUITE_REPORT"
+STAND_IN = "echo"
+"""jupyter_client's client tests ask for a kernel of this name, of the host's Python, that does
+nothing but answer; a sandbox answers in its place."""
 
 _CLAUSE = re.compile(r"[A-N]\d{0,2}")
 
@@ -89,6 +93,7 @@ class Routed:
 
     def pytest_collection_finish(self) -> None:
         """Watch where kernels start; only now, for suites set variables before they import."""
+        from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
         from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
         from kernel_provisioner.provisioner import SandboxProvisioner
@@ -104,6 +109,15 @@ class Routed:
             self.elsewhere += 1
             raise AssertionError("a kernel would have started outside a sandbox")
 
+        find = KernelSpecManager.get_kernel_spec
+
+        def stood_in(manager: KernelSpecManager, name: str) -> KernelSpec:
+            spec = find(manager, name)
+            if name == STAND_IN:
+                spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+            return spec
+
+        KernelSpecManager.get_kernel_spec = stood_in  # type: ignore[method-assign]
         SandboxProvisioner.launch_kernel = sandboxed  # type: ignore[method-assign, assignment]
         LocalProvisioner.launch_kernel = refused  # type: ignore[method-assign]
 

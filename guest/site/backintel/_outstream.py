@@ -12,16 +12,16 @@ from ipykernel.iostream import OutStream
 _MAX_UNSENT = 1 << 20
 
 
-class BoundedOutStream(OutStream):  # type: ignore[misc]
+class BoundedOutStream(OutStream):
     """An OutStream whose writer flushes after each 2**20 characters."""
 
     _unsent = 0
 
-    def write(self, string: str) -> int | None:
+    def write(self, string: str) -> int | None:  # type: ignore[override]
         """Write, and wait for the sender when much is unsent. Raises as OutStream does."""
         written: int | None = super().write(string)
         self._unsent += len(string)
         if self._unsent > _MAX_UNSENT:
             self._unsent = 0
-            self.flush()
+            self.flush()  # type: ignore[no-untyped-call]
         return written
