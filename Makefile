@@ -49,7 +49,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	MYPYPATH=guest $(BIN)/mypy guest/*.py
+	MYPYPATH=guest:guest/site $(BIN)/mypy guest/*.py
 	MYPYPATH=guest/site $(BIN)/mypy --package backintel
 	$(BIN)/vulture
 	$(BIN)/python tools/secret_scan.py
