@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -14,13 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from kernel_provisioner.artifacts.publish import STAGING_PREFIX
 from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
+from kernel_provisioner.errors import StartFailed
 from kernel_provisioner.paths import StateDirs
 from kernel_provisioner.processes import boot_id, identify, is_running, kill_and_wait
 from kernel_provisioner.records import (
     Record,
     is_live,
     live_sessions,
+    open_record,
     read_record,
     sweep,
     write_record,
@@ -209,3 +213,50 @@ def test_a_record_cannot_make_a_sweep_delete_files(
     write_record(dirs, replace(made, socket_dir=victim))
     assert sweep(dirs)
     assert (victim / "thesis.txt").exists()
+
+
+def test_sweep_removes_what_a_killed_writer_was_about_to_rename(dirs: StateDirs) -> None:
+    me = identify(os.getpid())
+    assert me is not None
+    kept, left = [], []
+    for directory in (dirs.sessions, dirs.receipts):
+        directory.mkdir(parents=True)
+        left.append(directory / f".0123456789abcdef.json.{me.pid}-1")
+        # This process might just be writing it.
+        kept.append(directory / f".0123456789abcdef.json.{me.pid}-{me.start_time}")
+        kept.append(directory / ".somebodys.json")
+    for path in (*kept, *left):
+        path.touch()
+    assert sweep(dirs) == []
+    assert [path for path in left if path.exists()] == []
+    assert [path for path in kept if not path.exists()] == []
+
+
+def test_sweep_removes_the_staging_of_a_killed_publication(dirs: StateDirs, tmp_path: Path) -> None:
+    name = f"{STAGING_PREFIX}{'0' * 32}"
+    staging = tmp_path / "out" / name
+    staging.mkdir(mode=0o700, parents=True)
+    (staging / "staging.json").write_text(json.dumps({"v": 1, "staging": name}))
+    (tmp_path / "out" / "precious").touch()
+    made = record(dirs, GONE, Leftovers())
+    write_record(dirs, replace(made, export_dir=tmp_path / "out"))
+    assert sweep(dirs) == [f"session {made.session}: removed what its supervisor left"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+
+
+def test_a_lock_that_nobody_gives_back_fails_a_start_and_is_reported_by_a_sweep(
+    dirs: StateDirs,
+) -> None:
+    made = record(dirs, GONE, Leftovers())
+    holder = os.open(dirs.sessions, os.O_RDONLY)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(StartFailed, match="locked"):
+            open_record(dirs, made)
+        (line,) = sweep(dirs)
+        assert "locked" in line
+        assert (dirs.sessions / f"{made.session}.json").exists(), "it is tried again"
+    finally:
+        os.close(holder)
+    assert sweep(dirs) == [f"session {made.session}: removed what its supervisor left"]
+    open_record(dirs, made)
