@@ -26,6 +26,7 @@ from kernel_provisioner.errors import (
     ENDS,
     BackIntelError,
     DeadlineReached,
+    ImageInvalid,
     Reason,
     StartFailed,
     WireError,
@@ -402,7 +403,14 @@ class Supervisor:
         if self._guest is not None:
             self._guest.kill()
         # A start that was given up because its owner left is no failure of the engine.
-        reason = self._ending.result().reason if self._ending.done() else Reason.ENGINE_FAILED
+        if self._ending.done():
+            reason = self._ending.result().reason
+        elif isinstance(failure, DeadlineReached):
+            reason = Reason.RUN_DEADLINE
+        elif isinstance(failure, ImageInvalid):
+            reason = Reason.IMAGE_INVALID
+        else:
+            reason = Reason.ENGINE_FAILED
         self._receipt.update(
             ended=ended(reason.value, ENDS[reason].kind, str(failure), code=failure.code)
         )

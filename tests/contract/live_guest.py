@@ -129,7 +129,12 @@ class LiveGuest:
                 errors.append((content["ename"], content["evalue"]))
 
         reply = self.client.execute_interactive(
-            textwrap.dedent(code), timeout=timeout, output_hook=collect, allow_stdin=False
+            textwrap.dedent(code),
+            timeout=timeout,
+            output_hook=collect,
+            allow_stdin=False,
+            # A failing cell must not abort the next one, which may reach the kernel just then.
+            stop_on_error=False,
         )
         ename, evalue = errors[-1] if errors else ("", "")
         return Result(reply["content"]["status"], "".join(texts), ename, evalue)
@@ -142,7 +147,7 @@ class LiveGuest:
 
     def send(self, code: str) -> str:
         """Send a cell without waiting; return its message id."""
-        return self.client.execute(textwrap.dedent(code), allow_stdin=False)
+        return self.client.execute(textwrap.dedent(code), allow_stdin=False, stop_on_error=False)
 
     def wait_for_text(self, wanted: str, timeout: float = 30) -> None:
         """Wait until the guest printed ``wanted``."""

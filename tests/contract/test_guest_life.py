@@ -60,7 +60,7 @@ def test_interrupt_reaches_children(start: Starter) -> None:
     live.send("print('ready')\nimport subprocess\nsubprocess.run(['sleep', '1000'])")
     live.wait_for_text("ready")
     live.guest.signal(signal.SIGINT)
-    reply = live.client.get_shell_msg(timeout=10)
+    reply = live.client.get_shell_msg(timeout=60)
     assert reply["content"]["ename"] == "KeyboardInterrupt"
     assert live.check("import os; print(os.popen('ls /proc').read().split().count('sleep'))") == "0"
 
@@ -376,15 +376,15 @@ def test_input_completion_and_subshell(start: Starter) -> None:
     client = live.client
     live.check("some_long_name = 1")
     client.complete("some_lo", 7)
-    assert client.get_shell_msg(timeout=10)["content"]["matches"] == ["some_long_name"]
+    assert client.get_shell_msg(timeout=60)["content"]["matches"] == ["some_long_name"]
     client.execute("print(input('name? '))", allow_stdin=True)
-    assert client.get_stdin_msg(timeout=10)["content"]["prompt"] == "name? "
+    assert client.get_stdin_msg(timeout=60)["content"]["prompt"] == "name? "
     client.input("me")
     live.wait_for_text("me\n")
-    assert client.get_shell_msg(timeout=10)["content"]["status"] == "ok"
+    assert client.get_shell_msg(timeout=60)["content"]["status"] == "ok"
     request = client.session.msg("create_subshell_request")
     client.control_channel.send(request)
-    reply = client.get_control_msg(timeout=10)
+    reply = client.get_control_msg(timeout=60)
     assert reply["content"]["status"] == "ok"
 
 

@@ -68,6 +68,8 @@ class Sandbox:
         **options: Any,
     ) -> Result:
         """Execute code; return the reply and all output."""
+        # A failing cell must not abort the next one, which may reach the kernel just then.
+        options.setdefault("stop_on_error", False)
         result = Result({})
 
         def hook(message: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from sandboxes import Sandbox, sandbox
 
 from kernel_provisioner.errors import DeadlineReached, ImageMissing
-from kernel_provisioner.provisioner import SandboxKernelManager
+from kernel_provisioner.provisioner import SandboxKernelManager, SandboxProvisioner
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.filterwarnings("default")]
 
@@ -237,6 +237,11 @@ def test_start_up_counts_inside_the_run_deadline() -> None:
         )
         with pytest.raises(DeadlineReached, match=r"run deadline of 0\.2 s"):
             await manager.start_kernel()
+        provisioner = manager.provisioner
+        assert isinstance(provisioner, SandboxProvisioner)
+        assert provisioner.receipt is not None
+        assert provisioner.receipt["ended"]["reason"] == "RunDeadlineExceeded"
+        assert provisioner.receipt["ended"]["class"] == "limit"
 
     asyncio.run(body())
 
