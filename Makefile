@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
 help:
 	@echo "make run          run notebooks/flights.ipynb in a sandbox; results in $(OUT)/ (replaced)"
 	@echo "make test         lint and all tests of the product"
-	@echo "make test-suites  programs and test suites that others wrote, through our kernel"
+	@echo "make test-suites  programs and suites that others wrote; updates docs/compatibility.md"
 	@echo "make test-faults  kills at every phase, full disks, stopped processes; \`make faults\` for long"
 	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"
 	@echo "make test-docs    the commands that the documentation shows"
@@ -60,7 +60,7 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 test-suites: image
-	$(BIN)/python -m pytest tests/suites --durations=15
+	$(BIN)/python tests/suites/outside.py --update docs/compatibility.md
 
 # 100 kills; `make faults` has 1,000. The seed is printed, and KILLS and SEED can be given.
 test-faults: image

@@ -18,7 +18,7 @@ _PYTHON = re.compile(r"python(\d+(\.\d+)?)?(\.exe)?", re.IGNORECASE)
 _MODULES = ("ipykernel_launcher", "ipykernel")
 # Options of the host's interpreter that say nothing about what a cell does.
 _INTERPRETER = re.compile(r"-X\w+(=\w*)?|-[BEIsu]+")
-_CONNECTION = (["-f", "{connection_file}"], ["--f={connection_file}"], ["-f={connection_file}"])
+_CONNECTION = ("-f", "{connection_file}", "--f={connection_file}", "-f={connection_file}")
 
 
 def check_argv(display_name: str, argv: Sequence[str]) -> None:
@@ -40,10 +40,7 @@ def check_argv(display_name: str, argv: Sequence[str]) -> None:
             remedy="choose a Python kernel, or run this one by a server that does not send every "
             "kernel to the sandbox (JUPYTER_DEFAULT_PROVISIONER_NAME).",
         )
-    options = rest[2:]
-    for form in _CONNECTION:
-        if options[: len(form)] == form:
-            options = options[len(form) :]
+    options = [option for option in rest[2:] if option not in _CONNECTION]
     if options:
         raise ConfigError(
             f"the kernel {display_name[:100]!r} gives ipykernel {len(options)} more argument(s), "

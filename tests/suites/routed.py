@@ -117,7 +117,7 @@ class Routed:
                 spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
             return spec
 
-        KernelSpecManager.get_kernel_spec = stood_in  # type: ignore[method-assign]
+        KernelSpecManager.get_kernel_spec = stood_in  # type: ignore[method-assign, assignment]
         SandboxProvisioner.launch_kernel = sandboxed  # type: ignore[method-assign, assignment]
         LocalProvisioner.launch_kernel = refused  # type: ignore[method-assign]
 
