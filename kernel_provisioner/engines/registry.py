@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kernel_provisioner.engines.base import Engine
 from kernel_provisioner.errors import EngineUnavailable
+from kernel_provisioner.paths import StateDirs
 
 ENGINES = ("bwrap",)
 """Engines of this version, strongest first."""
@@ -11,20 +12,19 @@ ENGINES = ("bwrap",)
 DEFAULT_ENGINE = "bwrap"
 
 
-def get_engine(name: str) -> Engine:
-    """Return the engine of that name.
+def get_engine(name: str, dirs: StateDirs | None = None) -> Engine:
+    """Return the engine of that name; ``dirs`` is where it was prepared (default: this user's).
 
-    Raises EngineUnavailable for ``smolvm`` (not in this version) and for unknown names.
+    Raises EngineUnavailable for unknown names.
     """
     if name == "bwrap":
         from kernel_provisioner.engines.bwrap import BwrapEngine
 
         return BwrapEngine()
     if name == "smolvm":
-        raise EngineUnavailable(
-            "the engine 'smolvm' (microVM) is not part of this version.",
-            remedy="choose the engine 'bwrap' (namespaces: weaker isolation).",
-        )
+        from kernel_provisioner.engines.smolvm import SmolvmEngine
+
+        return SmolvmEngine(dirs)
     raise EngineUnavailable(
         f"there is no engine {name!r}.", remedy=f"choose one of: {', '.join(ENGINES)}."
     )

@@ -1,0 +1,105 @@
+"""Turns what smol-vmm says when a start fails into phase, reason and remedy. Pure.
+
+Nothing said here is trusted beyond being shown: the program's output may quote the guest's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kernel_provisioner.errors import BackIntelError, EngineUnavailable, HostRefused, StartFailed
+
+_QUOTED = 600
+
+_KNOWN: tuple[tuple[tuple[str, ...], type[BackIntelError], str, str, str], ...] = (
+    (
+        ("kvm permission denied",),
+        EngineUnavailable,
+        "launch",
+        "the monitor may not use /dev/kvm.",
+        "give this user's group access to /dev/kvm, log in again, and see "
+        "`backintel sandbox check`.",
+    ),
+    (
+        ("kvm not available", "KVM_UNAVAILABLE", "Error creating the Kvm object"),
+        EngineUnavailable,
+        "launch",
+        "this host offers no usable KVM.",
+        "enable virtualization in the firmware or in the hypervisor, or use the engine 'bwrap'.",
+    ),
+    (
+        ("no boot progress", "agent did not become ready", "timed out waiting for agent"),
+        HostRefused,
+        "boot",
+        "the guest's kernel made no progress: this host's KVM cannot boot it, or is far too slow.",
+        "on a nested host give the outer machine nested virtualization; otherwise use the engine "
+        "'bwrap'.",
+    ),
+    (
+        ("Too many open files", "EMFILE"),
+        HostRefused,
+        "boot",
+        "the monitor ran out of open files.",
+        "raise the hard limit `nofile` of this login or service.",
+    ),
+    (
+        ("No space left on device",),
+        HostRefused,
+        "boot",
+        "there is no space for the machine's disks.",
+        "free some space where the product keeps its engines.",
+    ),
+    (
+        ("Landlock", "landlock"),
+        HostRefused,
+        "launch",
+        "this host's kernel cannot confine the monitor with Landlock.",
+        "use Linux 5.13 or newer with Landlock enabled; the monitor is never run unconfined.",
+    ),
+)
+
+
+def explain(
+    printed: str, exit_record: Mapping[str, Any] | None, how: str, phase: str
+) -> BackIntelError:
+    """Return the error of a start that failed.
+
+    ``printed`` is the program's own output, ``exit_record`` its ``vmm-exit.json``, ``how`` what
+    was seen from outside.
+    """
+    said = message_of(printed)
+    record = _describe(exit_record)
+    shown = " ".join(part for part in (said[-_QUOTED:], record) if part)
+    told = f" It said: {shown}" if shown else ""
+    for signs, kind, known_phase, cause, remedy in _KNOWN:
+        if any(sign in printed for sign in signs):
+            return kind(f"{cause}{told}", remedy=remedy, phase=known_phase)
+    return StartFailed(
+        f"the microVM did not come up: {how}.{told}",
+        remedy="see `backintel sandbox check --boot`.",
+        phase=phase,
+    )
+
+
+def message_of(printed: str) -> str:
+    """Return the message of the program's JSON error, else its last line."""
+    for line in reversed(printed.splitlines()):
+        text = line.strip()
+        if text.startswith('{"error"'):
+            try:
+                error = json.loads(text)["error"]
+                return f"{error['code']}: {error['message']}"
+            except (ValueError, KeyError, TypeError):
+                continue
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _describe(record: Mapping[str, Any] | None) -> str:
+    if not record:
+        return ""
+    cause = str(record.get("cause", "unknown"))[:80]
+    code = record.get("exit_code")
+    return f"(the monitor's end: {cause}{'' if code is None else f', code {code}'})"

@@ -1,0 +1,49 @@
+"""Machines for the live lane: one shared by the tests that ruin nothing, others one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from live import LiveMachine
+
+from kernel_provisioner.engines.base import SourceMount
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceMount, ...]:
+    """A directory and a single file beside another that must not be seen."""
+    place = tmp_path_factory.mktemp("sources")
+    for path in (place, place / "data", place / "single"):
+        path.mkdir(exist_ok=True)
+        path.chmod(0o755)
+    (place / "data" / "a.txt").write_text("of the directory")
+    (place / "single" / "one.txt").write_text("of the file")
+    (place / "single" / "secret.txt").write_text("beside it")
+    # Writable for all here, so that only the mounts can refuse it there.
+    (place / "data").chmod(0o777)
+    (place / "single" / "one.txt").chmod(0o666)
+    return (
+        SourceMount("data", place / "data"),
+        SourceMount("one", place / "single" / "one.txt"),
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(sources: tuple[SourceMount, ...]) -> Iterator[LiveMachine]:
+    """A machine that the tests of a module share; it is gone before another module's boots."""
+    machine = LiveMachine(sources)
+    try:
+        yield machine.start().release()
+    finally:
+        machine.close()
+
+
+@pytest.fixture
+def own(sources: tuple[SourceMount, ...]) -> Iterator[LiveMachine]:
+    """A machine of the test's own, not yet started."""
+    machine = LiveMachine(sources)
+    try:
+        yield machine
+    finally:
+        machine.close()

@@ -1,0 +1,173 @@
+"""What the monitor is told, what the guest is told, and what a failed start tells a person."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from unprivileged import as_user
+
+from kernel_provisioner.engines.base import GuestSpec, SourceMount
+from kernel_provisioner.engines.bwrap.command import Link
+from kernel_provisioner.engines.bwrap.layout import Item, Layout
+from kernel_provisioner.engines.smolvm import command, failures, host
+from kernel_provisioner.errors import EngineUnavailable, HostRefused, StartFailed
+from kernel_provisioner.profiles import BUILTIN
+
+VIEW = command.View("/tmp/e", "/tmp/i", "/tmp/g", "/tmp/d", "/tmp/k", ("/tmp/s0", "/tmp/s1"))
+
+
+def spec(**changes: object) -> GuestSpec:
+    values: dict[str, object] = {
+        "session": "0123456789abcdef",
+        "profile": BUILTIN["analysis"],
+        "image_root": Path("/images/root"),
+        "guest_code": Path("/code"),
+        "socket_dir": Path("/run/sockets"),
+        "sources": (SourceMount("a", Path("/data")), SourceMount("b", Path("/one.csv"))),
+        "environment": {"PGPASSWORD": "canary-value"},
+        "backstop_s": 12.2,
+    }
+    return GuestSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_no_option_opens_a_network_or_a_writable_mount() -> None:
+    words = command.arguments(spec(), VIEW)
+    for forbidden in ("--net", "--port", "-p", "--dns", "--mount-socket", "--unprivileged"):
+        assert forbidden not in words
+    volumes = [words[n + 1] for n, word in enumerate(words) if word == "--volume"]
+    assert volumes == ["/tmp/g:/mnt/g:ro", "/tmp/s0:/mnt/s0:ro", "/tmp/s1:/mnt/s1:ro"]
+
+
+def test_six_sockets_are_exposed_and_no_more() -> None:
+    words = command.arguments(spec(), VIEW)
+    exposed = [words[n + 1] for n, word in enumerate(words) if word == "--expose-socket"]
+    assert exposed == [
+        "/run/backintel/agent:/tmp/k/agent",
+        *(f"/run/backintel/{port}:/tmp/k/g-{port}" for port in range(1, 6)),
+    ]
+
+
+def test_limits_come_from_the_profile() -> None:
+    words = command.arguments(spec(), VIEW)
+    options = dict(itertools.pairwise(words))
+    assert (options["--cpus"], options["--mem"]) == ("2", "2048")
+    assert (options["--storage"], options["--overlay"]) == ("3", "1")
+    # Later than the launcher's own timer, which is later than the watchdog.
+    assert options["--timeout"] == "18s"
+
+
+def test_secrets_are_neither_arguments_nor_environment() -> None:
+    everything = [*command.arguments(spec(), VIEW), *command.environ(VIEW, 60).values()]
+    assert not [word for word in everything if "canary-value" in word]
+
+
+def test_environment_is_exact_and_enforces_confinement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMOLVM_BOOT_BINARY", "/evil")
+    found = command.environ(VIEW, 60)
+    assert found["SMOLVM_SECCOMP"] == found["SMOLVM_LANDLOCK"] == "enforce"
+    assert found["SMOLVM_BOOT_BINARY"] == "/tmp/e/smol-vmm"
+    assert set(found) == {
+        "HOME",
+        "PATH",
+        "LANG",
+        "SMOLVM_LIB_DIR",
+        "SMOLVM_BOOT_BINARY",
+        "SMOLVM_AGENT_ROOTFS",
+        "SMOLVM_SECCOMP",
+        "SMOLVM_LANDLOCK",
+        "SMOLVM_AGENT_READY_TIMEOUT_SECS",
+        "SMOLVM_START_TIMEOUT_SECS",
+    }
+
+
+def test_plan_binds_a_single_file_as_a_file() -> None:
+    layout = Layout(
+        {},
+        (
+            Item("/usr", "image", "usr"),
+            Item("/opt/backintel/guest", "guest"),
+            Item("/sources/a", "source-0"),
+            Item("/sources/b", "source-1"),
+        ),
+        (Link("/bin", "usr/bin"),),
+    )
+    plan = command.guest_plan(spec(), layout, frozenset({1}), b"\x01\x02")
+    assert plan["binds"] == [
+        ["/usr", "/usr"],
+        ["/mnt/g", "/opt/backintel/guest"],
+        ["/mnt/s0", "/sources/a"],
+        ["/mnt/s1/file", "/sources/b"],
+    ]
+    assert plan["links"] == [["usr/bin", "/bin"]]
+    assert plan["seccomp"] == "0102"
+
+
+@pytest.mark.parametrize(
+    ("printed", "kind", "phase", "words"),
+    [
+        ("kvm permission denied: Cannot access", EngineUnavailable, "launch", "/dev/kvm"),
+        ("no boot progress for 30 seconds", HostRefused, "boot", "cannot boot"),
+        ("os error 24: Too many open files", HostRefused, "boot", "open files"),
+        ("io: No space left on device", HostRefused, "boot", "no space"),
+        ("something else", StartFailed, "attest", "did not come up"),
+    ],
+)
+def test_failed_start_names_phase_reason_and_remedy(
+    printed: str, kind: type[Exception], phase: str, words: str
+) -> None:
+    error = failures.explain(printed, None, "smol-vmm ended", "attest")
+    assert type(error) is kind
+    assert error.phase == phase
+    assert words in error.message
+    assert error.remedy
+
+
+def test_json_error_of_the_program_is_quoted_without_the_rest() -> None:
+    printed = 'noise\n{"error":{"code":"SMOLVM_ERROR","message":"what happened"}}\nmore noise\n'
+    record = {"cause": "killed", "exit_code": None}
+    error = failures.explain(printed, record, "smol-vmm ended", "boot")
+    assert "SMOLVM_ERROR: what happened" in error.message
+    assert "noise" not in error.message
+    assert "the monitor's end: killed" in error.message
+
+
+def test_missing_kvm_device_has_its_own_remedy(tmp_path: Path) -> None:
+    with pytest.raises(EngineUnavailable, match="does not exist") as caught:
+        host.check_kvm(tmp_path / "kvm")
+    assert "firmware" in caught.value.remedy
+
+
+def test_file_in_place_of_the_kvm_device_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kvm").touch()
+    with pytest.raises(EngineUnavailable, match="not a character device"):
+        host.check_kvm(tmp_path / "kvm")
+
+
+@pytest.mark.root
+def test_kvm_device_without_permission_has_its_own_remedy() -> None:
+    device = Path(f"/dev/shm/backintel-test-kvm-{os.getpid()}")
+    os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(10, 232))
+    try:
+
+        def refused() -> str:
+            with pytest.raises(EngineUnavailable, match="may not use") as caught:
+                host.check_kvm(device)
+            return caught.value.remedy
+
+        assert "access" in as_user(refused)
+    finally:
+        device.unlink()
+
+
+@pytest.mark.parametrize(("name", "version"), [("glibc", "2.31"), ("", "")])
+def test_old_or_foreign_c_library_is_refused(name: str, version: str) -> None:
+    with pytest.raises(EngineUnavailable, match=r"glibc 2\.34 or newer"):
+        host.check_libc(name, version)
+
+
+def test_new_c_library_is_accepted() -> None:
+    host.check_libc("glibc", "2.36")
