@@ -121,10 +121,10 @@ def test_figures_come_from_guest_and_host(shared: LiveMachine) -> None:
 
 
 def test_monitor_is_confined_and_unprivileged(shared: LiveMachine) -> None:
-    launcher, machine = shared.guest.leftovers.processes
+    machine = shared.guest.leftovers.processes[1]
     user = int(str(shared.guest.limits["monitor_uid"]))
     assert user > 10001
     assert monitor.deviations(machine, user) == []
-    for process in (launcher, machine):
-        own = os.readlink("/proc/self/ns/net")
-        assert os.readlink(f"/proc/{process.pid}/ns/net") != own
+    for name in ("mnt", "pid", "net", "ipc"):
+        own = os.readlink(f"/proc/self/ns/{name}")
+        assert os.readlink(f"/proc/{machine.pid}/ns/{name}") != own

@@ -47,7 +47,7 @@ class Held:
     plan: Mapping[str, Any]
     read_only: frozenset[str]
     monitor: ProcessIdentity
-    """``smol-vmm machine run``: our child. The machine itself is its child."""
+    """The keeper: our child. ``smol-vmm machine run`` is its child, the machine its grandchild."""
     monitor_fd: int
     output: OutputTail
     open_files: int
@@ -264,7 +264,7 @@ class SmolvmGuest:
             self._end_machine()
 
     def _end_machine(self) -> None:
-        """SIGKILL the machine and the program that runs it, by identity."""
+        """End the machine and the program that runs it, by identity."""
         held = self._held
         if held.closed:
             return
@@ -273,9 +273,10 @@ class SmolvmGuest:
             held.machine = monitor.find(held.monitor)
             if held.machine is not None:
                 held.machine_fd = linux.open_identity(held.machine) or -1
-        for fd in (held.machine_fd, held.monitor_fd):
-            if fd >= 0:
-                linux.pidfd_kill(fd, signal.SIGKILL)
+        if held.machine_fd >= 0:
+            linux.pidfd_kill(held.machine_fd, signal.SIGKILL)
+        # As root the keeper's death ends its PID namespace; as a user it ends the rest itself.
+        linux.pidfd_kill(held.monitor_fd, signal.SIGTERM if os.geteuid() else signal.SIGKILL)
 
     def sample(self) -> Sample:
         """Return the agent's last figures with the host's figure of CPU time."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from kernel_provisioner.engines.bwrap import linux
+from kernel_provisioner.engines.smolvm import prctl
 from kernel_provisioner.engines.smolvm.command import SOURCE_FILE
 
 STAGE = "/tmp"  # noqa: S108 - a private mount; Landlock lets the monitor write below /tmp alone
@@ -28,6 +29,7 @@ _CLONE_NEWPID = 0x20000000
 _MS_RDONLY, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND = 1, 8, 32, 4096
 _STAGE_SIZE = 1 << 20
 _DEVICE = "/dev/kvm"
+_MOST_DESCRIPTORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,9 @@ def _keep(launch: Launch, child: int, ours: int) -> NoReturn:
     linux.set_no_new_privs()
     waited = {signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD}
     if launch.user is None:
-        linux.become_subreaper()
+        prctl.become_subreaper()
         signal.pthread_sigmask(signal.SIG_BLOCK, waited)
-        linux.set_parent_death_signal(signal.SIGTERM)
+        prctl.set_parent_death_signal(signal.SIGTERM)
     else:
         waited = {signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, waited)
@@ -113,7 +115,8 @@ def _keep(launch: Launch, child: int, ours: int) -> NoReturn:
     # This timer ends the machine even while the supervisor is stopped; the guest cannot reach it.
     signal.setitimer(signal.ITIMER_REAL, launch.backstop_s)
     os.write(ours, b"g")
-    linux.close_all_from(0)
+    # No descriptor of the supervisor's may stay open here: ends of file are how ends are seen.
+    os.closerange(0, _MOST_DESCRIPTORS)
     while True:
         arrived = signal.sigwait(waited)
         if arrived != signal.SIGCHLD:

@@ -1,7 +1,7 @@
 """The virtual machine monitor as a process of the host: found, judged and measured from outside.
 
-It is a child of ``smol-vmm machine run``, which is a child of our keeper. Nothing here needs the guest, and nothing the guest does
-can change what is read.
+It is a child of ``smol-vmm machine run``, which is a child of our keeper. Nothing here needs the
+guest, and nothing the guest does can change what is read.
 """
 
 from __future__ import annotations

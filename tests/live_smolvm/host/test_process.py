@@ -77,9 +77,7 @@ read -r < "$HOME/forever"
 
 
 @pytest.fixture
-def recorded(
-    spec: GuestSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[GuestSpec]:
+def recorded(spec: GuestSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GuestSpec:
     """The same machine, with the recorder in the monitor's place."""
     code = tmp_path / "guest"
     shutil.copytree(spec.guest_code, code, ignore=shutil.ignore_patterns("__pycache__"))
@@ -93,7 +91,7 @@ def recorded(
         return {**real(view, start_s), "SMOLVM_BOOT_BINARY": recorder}
 
     monkeypatch.setattr(command, "environ", environ)
-    yield replace(spec, guest_code=code)
+    return replace(spec, guest_code=code)
 
 
 def test_what_the_monitor_boots_is_what_was_asked(recorded: GuestSpec) -> None:
