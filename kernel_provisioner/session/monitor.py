@@ -146,9 +146,14 @@ class SessionMonitor:
             self._timer = asyncio.get_running_loop().call_at(wakeup, self._tick)
 
     def _tick(self) -> None:
-        for action in self._watchdog.tick(time.monotonic()):
-            self._act(action)
-        self.arm()
+        try:
+            for action in self._watchdog.tick(time.monotonic()):
+                self._act(action)
+            self.arm()
+        except Exception as error:
+            # Without its timer no deadline would be kept but the engine's backstop.
+            self._end(Reason.ENGINE_FAILED, how=f"its watchdog failed, {type(error).__name__}")
+            raise
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Interrupt):

@@ -351,7 +351,13 @@ class Supervisor:
     def _spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(job)
         self._tasks.add(task)
+        task.add_done_callback(self._job_done)
         return task
+
+    def _job_done(self, task: asyncio.Task[None]) -> None:
+        """End the session when a job of ours failed: nobody would watch the guest any more."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end(Reason.ENGINE_FAILED, how=f"its supervisor failed, {type(error).__name__}")
 
     async def run(self) -> None:
         """Start, serve, end, clean up."""
