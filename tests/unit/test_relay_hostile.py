@@ -21,6 +21,7 @@ from relay_harness import (
     RelayThread,
     Shell,
     connect,
+    in_step,
     message,
     receive,
     resident,
@@ -258,13 +259,7 @@ def test_death_inside_a_frame_closes_and_is_told_after_the_reconnect(
     shell = Shell(relay, guest)
     header = shell.request()
     wire = message("display_data", {"x": "y" * 900_000}, parent=header)[:400_000]
-    shell.guest_iopub.sendall(wire[:1000])
-    got = b""
-    for start in range(1000, len(wire), 50_000):  # in step: neither side's socket is full
-        piece = wire[start : start + 50_000]
-        shell.guest_iopub.sendall(piece)
-        got += receive(shell.iopub, len(piece) + (1000 if start == 1000 else 0))
-    assert got == wire
+    assert in_step(shell.guest_iopub, shell.iopub, wire) == wire
     if closes:
         shell.guest_iopub.close()
         shell.guest_shell.close()
@@ -290,14 +285,11 @@ def test_injection_waits_for_the_end_of_a_message_under_way(
     shell = Shell(relay, guest)
     header = shell.request()
     wire = message("display_data", {"x": "y" * 600_000}, parent=header)
-    shell.guest_iopub.sendall(wire[:1000])
-    shell.guest_iopub.sendall(wire[1000:100_000])
-    receive(shell.iopub, 100_000)
+    assert in_step(shell.guest_iopub, shell.iopub, wire[:100_000]) == wire[:100_000]
     relay.monitor.refuse = lambda request: Refuse("CellLimitExceeded", "no")
     shell.request()
     until(shell.shell, b"execute_reply")  # by now iopub's part was injected, or is waiting
-    shell.guest_iopub.sendall(wire[100_000:])
-    assert receive(shell.iopub, len(wire) - 100_000) == wire[100_000:]
+    assert in_step(shell.guest_iopub, shell.iopub, wire[100_000:]) == wire[100_000:]
     assert b"CellLimitExceeded" in until(shell.iopub, b'"idle"')
     shell.close()
 

@@ -330,8 +330,8 @@ def test_after_the_excess_only_small_endings_pass(relay: RelayThread, shell: She
     giant = message("error", {"ename": "x" * 900_000}, parent=header)
     idle = message("status", {"execution_state": "idle"}, parent=header)
     shell.guest_iopub.sendall(giant + idle * 1200)
-    wait_dropped(relay, 201)
     got = until(shell.iopub, idle * 1000)
+    wait_dropped(relay, 201)
     assert b"x" * 100 not in got
 
 
