@@ -7,11 +7,15 @@ runs after ``kernel.run`` is not trusted.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import socket
 import sys
+
+# Imports make many objects that live on; collecting among them is a tenth of their time.
+gc.disable()
 
 GUEST_DIR = "/opt/backintel/guest"
 sys.path.insert(0, GUEST_DIR)

@@ -7,6 +7,7 @@ so that user code has no channel to the host but the Jupyter sockets.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import socket
@@ -130,6 +131,7 @@ def run(go: Mapping[str, Any], listeners: Mapping[str, int], control: socket.soc
     app.initialize([])
     # As in a local kernel, modules in the working directory can be imported (-I left it out).
     sys.path.insert(0, "")
+    gc.enable()
     wire.send(control, {"ready": True})
     control.close()
     app.start()

@@ -317,7 +317,7 @@ class SandboxProvisioner(KernelProvisionerBase):
                     sys.executable,
                     "-I",
                     "-m",
-                    "kernel_provisioner.session.supervisor",
+                    "kernel_provisioner.session",
                     str(theirs.fileno()),
                 ],
                 pass_fds=(theirs.fileno(),),

@@ -42,7 +42,7 @@ class GuestSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables of the kernel that the owner named (spec E3, F3)."""
     backstop_s: float = 86400.0
-    """Seconds from ``start`` after which the guest ends even if its supervisor is stopped."""
+    """Seconds from ``launch`` after which the guest ends even if its supervisor is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,20 @@ class Guest(Protocol):
         """Remove all that the guest left; idempotent; returns what could not be removed."""
 
 
+class Launched(Protocol):
+    """A guest that was launched and not seen yet. Ends by itself if this process dies."""
+
+    @property
+    def leftovers(self) -> Leftovers:
+        """What a sweep has to end and remove if the supervisor is killed now."""
+
+    async def claim(self) -> Guest:
+        """Return the guest. Raises StartFailed, HostRefused; then nothing is left."""
+
+    def abandon(self) -> None:
+        """Undo the launch; instead of ``claim``."""
+
+
 class Engine(Protocol):
     """A way to make guests."""
 
@@ -157,7 +171,11 @@ class Engine(Protocol):
         """
 
     def plan(self, spec: GuestSpec) -> Leftovers:
-        """Return what ``start`` will create, before anything is (the write-ahead record)."""
+        """Return what ``launch`` will create, before anything is (the write-ahead record)."""
 
-    async def start(self, spec: GuestSpec) -> Guest:
-        """Start a guest that waits for ``release``. Raises StartFailed, HostRefused."""
+    def launch(self, spec: GuestSpec) -> Launched:
+        """Start a guest that waits for ``release``, and wait for nothing of it.
+
+        For the process's main thread. Raises StartFailed, HostRefused, EngineUnavailable; then
+        nothing is left.
+        """

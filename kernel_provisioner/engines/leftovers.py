@@ -9,7 +9,6 @@ Everything is idempotent and bounded in time. Standard library only.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from contextlib import suppress
@@ -52,6 +51,8 @@ def remove_directory(directory: Path, session: str) -> list[str]:
     """Remove a private directory that carries the session's name; return why it could not be."""
     if directory.name != session:
         return [f"{directory} does not carry the session's name; left alone"]
+    import shutil  # here: it is not imported by a launch, which is waited for
+
     reason = ""
     # Another sweep may be at work in it, or a thread that still writes: look again.
     for _ in range(3):

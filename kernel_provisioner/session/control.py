@@ -17,13 +17,18 @@ _SEND_TIMEOUT_S = 2.0
 
 
 class Control:
-    """Framed JSON over a connected Unix socket, for one asyncio loop."""
+    """Framed JSON over a connected Unix socket, for one asyncio loop.
 
-    def __init__(self, sock: socket.socket) -> None:
+    ``reader`` may hold part of a message, and ``ready`` those that came before the loop ran.
+    """
+
+    def __init__(
+        self, sock: socket.socket, reader: wire.FrameReader, ready: list[dict[str, object]]
+    ) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._reader = wire.FrameReader()
-        self._ready: list[dict[str, object]] = []
+        self._reader = reader
+        self._ready = ready
         self._lock = asyncio.Lock()
 
     async def receive(self) -> dict[str, object] | None:

@@ -6,7 +6,6 @@ remove it if this process is killed.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import time
@@ -76,6 +75,14 @@ class Journal:
         self._record = replace(self._record, **changes)  # type: ignore[arg-type]
         write_record(self._start.dirs, self._record)
 
+    @property
+    def mounts(self) -> tuple[SourceMount, ...] | None:
+        """What is to be mounted; None if a source has to be copied before."""
+        sources = self._start.sources
+        if any(source["kind"] == "sqlite" for source in sources):
+            return None
+        return tuple(SourceMount(source["name"], Path(source["path"])) for source in sources)
+
     async def stage_sources(self, budget: Callable[[], float]) -> tuple[SourceMount, ...]:
         """Copy databases, each within ``budget()`` seconds; return what is to be mounted.
 
@@ -95,9 +102,10 @@ class Journal:
                     self._staging.mkdir(mode=0o700, parents=True)
                 # By its unique name: two sources may have files of one name.
                 target = self._staging / source["name"]
-                await asyncio.to_thread(
-                    stage_sqlite, path, target, deadline=time.monotonic() + budget()
-                )
+                # Imported here: a session without databases is launched before there is a loop.
+                from asyncio import to_thread
+
+                await to_thread(stage_sqlite, path, target, deadline=time.monotonic() + budget())
                 path = target
             mounts.append(SourceMount(source["name"], path))
         return tuple(mounts)

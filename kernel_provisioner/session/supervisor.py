@@ -18,10 +18,9 @@ import time
 from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from kernel_provisioner.engines.base import CHANNELS, Engine, Guest, GuestExit, GuestSpec
-from kernel_provisioner.engines.registry import get_engine
+from kernel_provisioner.engines.base import CHANNELS, Guest, GuestExit
 from kernel_provisioner.errors import (
     ENDS,
     BackIntelError,
@@ -31,15 +30,14 @@ from kernel_provisioner.errors import (
     StartFailed,
     WireError,
 )
-from kernel_provisioner.images.receipt import Image, check_receipt, load_image
-from kernel_provisioner.paths import guest_code_dir, private_dir
+from kernel_provisioner.images.receipt import Image, check_receipt
 from kernel_provisioner.records import remove_socket_dir, sweep
 from kernel_provisioner.session.control import Control
 from kernel_provisioner.session.ending import Ending, describe_status
-from kernel_provisioner.session.journal import Journal
+from kernel_provisioner.session.opening import Opening
 from kernel_provisioner.session.receipt import Receipt, ended
-from kernel_provisioner.session.request import Start
 from kernel_provisioner.session.telemetry import Telemetry
+from kernel_provisioner.wire import FrameReader
 
 if TYPE_CHECKING:
     from kernel_provisioner.session.monitor import SessionMonitor
@@ -58,15 +56,16 @@ LINGER_S = 10.0
 class Supervisor:
     """One session. ``run`` returns when nothing of it is left."""
 
-    def __init__(self, control: Control, start: Start) -> None:
+    def __init__(self, control: Control, opening: Opening) -> None:
+        start = opening.start
         self._control = control
         self._start_request = start
-        self._engine: Engine = get_engine(start.engine)
+        self._opening = opening
         self._guest: Guest | None = None
         self._relay: Relay | None = None
         self._telemetry: Telemetry | None = None
         self._receipt = Receipt(start.session, start.kernel_id)
-        self._journal = Journal(start)
+        self._journal = opening.journal
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._exports: asyncio.Queue[Path | None] = asyncio.Queue()
         self._monitor: SessionMonitor | None = None
@@ -75,42 +74,28 @@ class Supervisor:
 
     # -- start ---------------------------------------------------------------------------------
 
-    def _remaining(self) -> float:
-        start = self._start_request
-        return start.started_at + start.profile.run_deadline_s - time.monotonic()
-
     def _budget(self) -> float:
-        return min(BOOT_TIMEOUT_S, max(self._remaining(), 0.001))
+        return min(BOOT_TIMEOUT_S, max(self._opening.remaining, 0.001))
 
-    async def _phase(self, name: str) -> None:
-        elapsed = time.monotonic() - self._start_request.started_at
+    async def _phase(self, name: str, elapsed: float | None = None) -> None:
+        if elapsed is None:
+            elapsed = time.monotonic() - self._start_request.started_at
         self._receipt.timing(name, elapsed)
         await self._control.send("phase", name=name, seconds=round(elapsed, 4))
 
     async def _start(self) -> None:
         """Bring the guest up; afterwards clients are bridged to it. Raises BackIntelError."""
-        start = self._start_request
-        await self._phase("supervisor")
-        self._journal.open()
-        facts = self._engine.verify()
-        image = load_image(start.dirs)
-        private_dir(start.dirs.runtime)
-        private_dir(start.socket_dir)
-        sources = await self._journal.stage_sources(self._budget)
-        spec = GuestSpec(
-            session=start.session,
-            profile=start.profile,
-            image_root=image.root,
-            guest_code=guest_code_dir(),
-            socket_dir=start.socket_dir,
-            sources=sources,
-            environment=start.environment,
-            backstop_s=max(self._remaining(), 0.0) + 10.0,
-        )
-        self._describe(facts, image)
-        self._journal.note(self._engine.plan(spec))
-        await self._phase("verified")
-        self._guest = await self._engine.start(spec)
+        opening = self._opening
+        try:
+            opening.check()
+            opening.launch(await self._journal.stage_sources(self._budget))
+        finally:
+            for name, elapsed in opening.phases.items():
+                await self._phase(name, elapsed)
+        assert opening.facts is not None and opening.image is not None  # noqa: PT018 - it passed
+        image = opening.image
+        self._describe(opening.facts, image)
+        self._guest = await opening.claim()
         self._journal.note(self._guest.leftovers)
         await self._open_relay()
         # The tree is compared with its receipt while the guest boots (spec C4): what boots
@@ -167,7 +152,7 @@ class Supervisor:
             previous=start.previous,
             backend=start.engine,
             backend_requested=start.engine_requested,
-            isolation=self._engine.isolation,
+            isolation=self._opening.engine.isolation,
             engine={"name": facts.name, "version": facts.version, "digests": dict(facts.digests)},
             image={"id": image.id, "source": image.source, "python": image.python},
             profile=asdict(start.profile),
@@ -237,7 +222,7 @@ class Supervisor:
                 limit_mib=self._start_request.profile.ram_bytes / 2**20,
                 peak_mib=sample.peak_memory_bytes / 2**20,
             )
-        elif self._remaining() <= 0:
+        elif self._opening.remaining <= 0:
             # The engine's own backstop fired before this stopped process could (spec G3).
             self._end(
                 Reason.RUN_DEADLINE,
@@ -328,6 +313,8 @@ class Supervisor:
             )
         if self._monitor is not None:
             self._receipt.update(cells=self._monitor.cell_counts())
+        if self._opening.launched is not None:
+            self._opening.launched.abandon()
         if self._guest is not None:
             failures += await self._guest.destroy(DESTROY_TIMEOUT_S)
         failures += self._journal.remove_staging()
@@ -367,7 +354,7 @@ class Supervisor:
         waiting: set[asyncio.Future[Any]] = {starting, self._ending}
         await asyncio.wait(
             waiting,
-            timeout=max(self._remaining(), 0),
+            timeout=max(self._opening.remaining, 0),
             return_when=asyncio.FIRST_COMPLETED,
         )
         try:
@@ -453,31 +440,19 @@ class Supervisor:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-async def supervise(sock: socket.socket) -> None:
-    """Serve one session over a control socket."""
-    control = Control(sock)
-    try:
-        async with asyncio.timeout(10):
-            message = await control.receive()
-        if message is None:
-            return
-        supervisor = Supervisor(control, Start.parse(message))
-    except (BackIntelError, TimeoutError) as error:
-        if isinstance(error, BackIntelError):
-            await control.send("failed", error=error.as_dict())
-        return
-    await supervisor.run()
-    # A thread may still copy a database for a start that was given up; nobody waits for it.
-    sys.stderr.flush()
-    os._exit(0)
+def serve(
+    sock: socket.socket,
+    reader: FrameReader,
+    messages: list[dict[str, object]],
+    opening: Opening,
+) -> NoReturn:
+    """Serve one opened session over its control socket, whose ``messages`` came already."""
 
+    async def run() -> None:
+        await Supervisor(Control(sock, reader, messages), opening).run()
+        # A thread may still copy a database for a start that was given up; nobody waits for it.
+        sys.stderr.flush()
+        os._exit(0)
 
-def main() -> None:
-    """Entry point: the control socket's fd number is the only argument."""
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    os.umask(0o077)
-    asyncio.run(supervise(sock))
-
-
-if __name__ == "__main__":
-    main()
+    asyncio.run(run())
+    raise AssertionError  # it ends in _exit

@@ -85,7 +85,7 @@ class LiveGuest:
 
     def start(self) -> LiveGuest:
         """Start the guest and wait until it is attested; no user code runs yet."""
-        self.guest = self.loop.run_until_complete(self.engine.start(self.spec))
+        self.guest = self.loop.run_until_complete(self.engine.launch(self.spec).claim())
         attested = self.guest.wait_attested(self.attest_timeout)
         self.facts = self.loop.run_until_complete(attested)
         return self

@@ -162,7 +162,7 @@ class Trial:
 
     def _supervisor(self) -> int | None:
         for pid in observe.children(self._pid):
-            if b"kernel_provisioner.session.supervisor" in observe.command(pid):
+            if b"kernel_provisioner.session\0" in observe.command(pid):
                 return pid
         return None
 

@@ -128,7 +128,7 @@ def guest_processes() -> dict[int, str]:
             cgroup = (entry / "cgroup").read_text()
             owner = entry.stat().st_uid
             if "/backintel-" in cgroup or (
-                "kernel_provisioner.session.supervisor" in command and owner == os.geteuid()
+                " -m kernel_provisioner.session " in command and owner == os.geteuid()
             ):
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 if state != "Z":

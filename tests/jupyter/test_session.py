@@ -16,15 +16,18 @@ from kernel_provisioner.provisioner import SandboxKernelManager, SandboxProvisio
 pytestmark = [pytest.mark.sandbox, pytest.mark.filterwarnings("default")]
 
 
-async def started(box: Sandbox, code: str, marker: str = "started") -> asyncio.Task[Any]:
-    """Execute code in the background; return once it printed the marker."""
+async def started(box: Sandbox, code: str, marker: str = "") -> asyncio.Task[Any]:
+    """Execute code in the background; return once it runs, or once it printed the marker."""
     seen = asyncio.Event()
 
     def look(message: dict[str, Any]) -> None:
         if message["msg_type"] == "stream" and marker in message["content"]["text"]:
             seen.set()
 
-    task = asyncio.create_task(box.run(f"print({marker!r}, flush=True)\n{code}", on_message=look))
+    if not marker:
+        marker = "started"
+        code = f"print({marker!r}, flush=True)\n{code}"
+    task = asyncio.create_task(box.run(code, on_message=look))
     await asyncio.wait_for(seen.wait(), 30)
     return task
 
@@ -45,12 +48,17 @@ def test_interrupt_keeps_variables() -> None:
 def test_interrupt_reaches_a_child_process() -> None:
     async def body() -> None:
         async with sandbox() as box:
-            code = "import subprocess; subprocess.run(['sleep', '1000'])"
-            task = await started(box, code)
+            code = (
+                "import subprocess\n"
+                "child = subprocess.Popen(['sh', '-c', 'echo; exec sleep 1000'], stdout=-1)\n"
+                "child.stdout.readline()\n"
+                "print('child', 'runs', flush=True)\n"
+                "child.wait()"
+            )
+            task = await started(box, code, "child runs")
             await box.manager.interrupt_kernel()
             assert (await task).error.startswith("KeyboardInterrupt")
-            found = await box.run("print(subprocess.run(['pgrep', 'sleep']).returncode)")
-            assert "1" in found.text or "FileNotFoundError" in found.error
+            assert (await box.run("print(child.wait(10))")).text == "-2\n"
 
     asyncio.run(body())
 

@@ -80,7 +80,7 @@ class LiveMachine:
         raise AssertionError("unreachable")
 
     def _start(self) -> LiveMachine:
-        self.guest = self.do(self.engine.start(self.spec))
+        self.guest = self.do(self.engine.launch(self.spec).claim())
         self.facts = self.do(self.guest.wait_attested(30 * SLOW))
         return self
 

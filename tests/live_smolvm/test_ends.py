@@ -34,7 +34,7 @@ def test_memory_that_ends_is_told_with_evidence(own: LiveMachine) -> None:
 
 
 def test_kill_while_booting_leaves_nothing(own: LiveMachine) -> None:
-    own.guest = own.do(own.engine.start(own.spec))
+    own.guest = own.do(own.engine.launch(own.spec).claim())
     launcher = own.guest.leftovers.processes[0]
     deadline = time.monotonic() + 10 * SLOW
     while (machine := monitor.find(launcher)) is None:

@@ -113,6 +113,18 @@ def test_the_installed_entry_points_load() -> None:
     assert callable(command.load())
 
 
+def test_a_launch_does_not_wait_for_what_it_does_not_need() -> None:
+    code = (
+        "import sys, kernel_provisioner.session.opening, kernel_provisioner.engines.bwrap; "
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    late = {"asyncio", "logging", "subprocess", "tarfile", "sqlite3", "ssl", "tempfile"}
+    assert late.isdisjoint(done.stdout.split())
+
+
 def test_the_supervisor_imports_only_the_standard_library() -> None:
     code = (
         "import sys, kernel_provisioner.session.supervisor; "

@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import platform
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ def load_pins(machine: str = "", lock: Path = _LOCK) -> Pins:
     Raises EngineUnavailable if this architecture has none.
     """
     data = json.loads(lock.read_text())
-    name = machine or platform.machine()
+    name = machine or os.uname().machine
     files = data["files"].get(name)
     if files is None:
         raise EngineUnavailable(

@@ -9,12 +9,12 @@ removal is in engines/leftovers.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from kernel_provisioner.engines.leftovers import PREFIX
+from kernel_provisioner.engines.leftovers import PREFIX, remove_cgroup
 from kernel_provisioner.errors import HostRefused
 from kernel_provisioner.profiles import Profile
 
@@ -367,3 +367,8 @@ def choose(session: str, view: HostView, scope: Callable[[HostView, str], Group 
         f"no memory, CPU and task limit can be set on this host: {'; '.join(reasons)}.",
         remedy=_REMEDY,
     )
+
+
+def remove_all(paths: Sequence[Path], deadline: float) -> list[str]:
+    """Empty and remove cgroups; return what is left. ``deadline`` is CLOCK_MONOTONIC."""
+    return [f"cgroup {path}" for path in paths if not remove_cgroup(path, deadline)]

@@ -34,7 +34,7 @@ from kernel_provisioner.engines.bwrap import (
 )
 from kernel_provisioner.engines.bwrap.output import OutputTail, explain
 from kernel_provisioner.engines.bwrap.paths import channel_paths, remove_sockets
-from kernel_provisioner.engines.leftovers import members, remove_cgroup
+from kernel_provisioner.engines.leftovers import members
 from kernel_provisioner.errors import AttestationFailed, StartFailed, WireError
 from kernel_provisioner.processes import identify
 
@@ -324,7 +324,7 @@ class BwrapGuest:
                 with contextlib.suppress(OSError):
                     self._last = self._read_sample()
                 self._close()
-        left += await asyncio.to_thread(remove_groups, held.group.paths, deadline)
+        left += await asyncio.to_thread(cgroups.remove_all, held.group.paths, deadline)
         return left + remove_sockets(held.spec.socket_dir)
 
     def _close(self) -> None:
@@ -339,8 +339,3 @@ class BwrapGuest:
             if fd is not None:
                 os.close(fd)
         self._kernel_fd = self._artifacts_fd = None
-
-
-def remove_groups(paths: Sequence[Path], deadline: float) -> list[str]:
-    """Empty and remove cgroups; return what is left. ``deadline`` is CLOCK_MONOTONIC."""
-    return [f"cgroup {path}" for path in paths if not remove_cgroup(path, deadline)]

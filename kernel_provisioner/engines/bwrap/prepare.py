@@ -35,10 +35,11 @@ class Ends:
     output: int
     control: socket.socket
     unclaimed: ExitStack
-    """Undoes output, control and the bound sockets if the launch fails before they are owned."""
+    """Undoes control and the bound sockets if the launch fails before they are owned."""
 
-    def passed_on(self) -> None:
+    def claimed(self) -> None:
         """Say that they have an owner now."""
+        self.unclaimed.pop_all()
         self.unclaimed.pop_all()
 
 
@@ -52,7 +53,7 @@ def prepare(
 ) -> tuple[Launch, Ends]:
     """Open everything the child needs; ``theirs`` is to be closed right after the fork.
 
-    ``ours`` closes what matters only during the launch; output and control pass on to the guest.
+    ``ours`` closes what matters only during the launch; control and sockets pass on to the guest.
     Raises StartFailed naming what cannot be opened.
     """
 
@@ -64,7 +65,7 @@ def prepare(
     gate_read, gate = _pipe(theirs, ours)
     errors_write, errors = reversed(_pipe(ours, theirs))
     info_write, info = reversed(_pipe(ours, theirs))
-    output_write, output = reversed(_pipe(unclaimed, theirs))
+    output_write, output = reversed(_pipe(ours, theirs))
     control, guest_control = socket.socketpair()
     unclaimed.callback(control.close)
     control.setblocking(False)

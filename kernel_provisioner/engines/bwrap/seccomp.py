@@ -9,7 +9,7 @@ The output is deterministic and its digest is pinned by a test. Numbers are thos
 from __future__ import annotations
 
 import errno
-import platform
+import os
 import struct
 from collections.abc import Iterator, Mapping
 
@@ -220,7 +220,7 @@ def program(machine: str = "") -> bytes:
 
     Raises HostRefused for an architecture without a reviewed program.
     """
-    name = machine or platform.machine()
+    name = machine or os.uname().machine
     if name not in _AUDIT_ARCH:
         raise HostRefused(
             f"there is no reviewed seccomp program for the architecture {name}.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import time
@@ -24,6 +23,8 @@ async def readable(fd: int, deadline: float | None) -> None:
     A duplicate is watched, so that several waiters of one descriptor do not replace each other.
     Raises TimeoutError at the deadline (None: no deadline).
     """
+    import asyncio  # here: a launch, which uses the rest of this module, does not wait for it
+
     loop = asyncio.get_running_loop()
     own = os.dup(fd)
     ready_now: asyncio.Future[None] = loop.create_future()

@@ -6,15 +6,16 @@ root. The engine trusts the prepared release, the verified image and the host's 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from kernel_provisioner.engines.base import EngineFacts, GuestSpec, Leftovers
+from kernel_provisioner.engines.base import EngineFacts, GuestSpec, Leftovers, ProcessIdentity
 from kernel_provisioner.engines.bwrap import linux, seccomp, waiting
 from kernel_provisioner.engines.bwrap.layout import layout
 from kernel_provisioner.engines.bwrap.output import OutputTail
@@ -47,16 +48,12 @@ class SmolvmEngine:
         return EngineFacts(self.name, prepared.version, prepared.digests)
 
     def plan(self, spec: GuestSpec) -> Leftovers:
-        """Return the directories that ``start`` will make."""
+        """Return the directories that ``launch`` will make."""
         places = Places.of(spec, self._dirs)
         return Leftovers(directories=(places.state, places.sockets))
 
-    async def start(self, spec: GuestSpec) -> SmolvmGuest:
-        """Start a microVM; call it on the process's main thread.
-
-        Returns at once: the boot is waited for by ``wait_attested``. Raises EngineUnavailable,
-        HostRefused, StartFailed; then nothing is left.
-        """
+    def launch(self, spec: GuestSpec) -> Launched:
+        """See engines.base.Engine. The boot is waited for by the guest's ``wait_attested``."""
         if threading.current_thread() is not threading.main_thread():
             raise StartFailed(
                 "a guest must be started from the main thread: it dies with the thread that "
@@ -68,17 +65,77 @@ class SmolvmEngine:
         places = Places.of(spec, self._dirs)
         user = workspace.new_user()
         try:
-            await asyncio.to_thread(workspace.make, places, prepared, user)
-            return await _launch(spec, prepared, places, user, open_files)
+            workspace.make(places, prepared, user)
+            return _launch(spec, prepared, places, user, open_files)
         except BaseException:
-            for path in (places.state, places.sockets):
-                remove_directory(path, spec.session)
+            _remove(places, spec.session)
             raise
 
 
-async def _launch(
+@dataclass(slots=True)
+class Launched:
+    """See engines.base.Launched."""
+
+    spec: GuestSpec
+    places: Places
+    user: int
+    plan: Mapping[str, object]
+    read_only: frozenset[str]
+    monitor: ProcessIdentity
+    monitor_fd: int
+    open_files: int
+    output: int
+    errors: int
+
+    @property
+    def leftovers(self) -> Leftovers:
+        """What a sweep has to end and remove if the supervisor is killed now."""
+        return Leftovers((self.monitor,), (), (self.places.state, self.places.sockets))
+
+    async def claim(self) -> SmolvmGuest:
+        """Return the guest once the launcher became smol-vmm; the boot is not waited for."""
+        try:
+            await _executed(self.errors)
+        except BaseException:
+            self.abandon()
+            raise
+        os.close(self.errors)
+        return SmolvmGuest(
+            Held(
+                spec=self.spec,
+                places=self.places,
+                user=self.user,
+                plan=self.plan,
+                read_only=self.read_only,
+                monitor=self.monitor,
+                monitor_fd=self.monitor_fd,
+                output=OutputTail(self.output),
+                open_files=self.open_files,
+            )
+        )
+
+    def abandon(self) -> None:
+        """Undo the launch."""
+        _reap(self.monitor.pid, self.monitor_fd)
+        os.close(self.errors)
+        os.close(self.output)
+        _remove(self.places, self.spec.session)
+
+
+def _reap(pid: int, pidfd: int) -> None:
+    linux.pidfd_kill(pidfd, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(pidfd)
+
+
+def _remove(places: Places, session: str) -> None:
+    for path in (places.state, places.sockets):
+        remove_directory(path, session)
+
+
+def _launch(
     spec: GuestSpec, prepared: Prepared, places: Places, user: int | None, open_files: int
-) -> SmolvmGuest:
+) -> Launched:
     plan = layout(spec)
     files = workspace.single_files(spec.sources)
     with ExitStack() as ours, ExitStack() as theirs:
@@ -92,6 +149,7 @@ async def _launch(
         theirs.callback(os.close, output_end)
         errors, errors_end = os.pipe2(os.O_CLOEXEC)
         ours.callback(os.close, errors)
+        theirs.callback(os.close, errors_end)
         stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         theirs.callback(os.close, stdin)
         launch = Launch(
@@ -109,30 +167,24 @@ async def _launch(
         pid = os.fork()
         if pid == 0:
             run_child(launch)
-        os.close(errors_end)
         pidfd = os.pidfd_open(pid)
         identity = identify(pid)
-        try:
-            await _executed(errors)
-            if identity is None:
-                raise StartFailed("the launcher vanished.", phase="launch")
-        except BaseException:
-            linux.pidfd_kill(pidfd, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            os.close(pidfd)
-            raise
-        held = Held(
-            spec=spec,
-            places=places,
-            user=os.getuid() if user is None else user,
-            plan=command.guest_plan(spec, plan, files, seccomp.program()),
-            read_only=frozenset(item.target for item in plan.items),
-            monitor=identity,
-            monitor_fd=pidfd,
-            output=OutputTail(os.dup(output)),
-            open_files=open_files,
-        )
-        return SmolvmGuest(held)
+        if identity is None:
+            _reap(pid, pidfd)
+            raise StartFailed("the launcher vanished.", phase="launch")
+        ours.pop_all()
+    return Launched(
+        spec=spec,
+        places=places,
+        user=os.getuid() if user is None else user,
+        plan=command.guest_plan(spec, plan, files, seccomp.program()),
+        read_only=frozenset(item.target for item in plan.items),
+        monitor=identity,
+        monitor_fd=pidfd,
+        open_files=open_files,
+        output=output,
+        errors=errors,
+    )
 
 
 def _staged(
