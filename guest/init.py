@@ -62,7 +62,7 @@ def main() -> None:
     del sys.argv[1:]
     # User code must not find our modules under their short names.
     sys.path.remove(GUEST_DIR)
-    for name in ("attest", "kernel", "limits", "wire"):
+    for name in ("attest", "kernel", "lazy", "limits", "wire"):
         del sys.modules[name]
     kernel.run(go, listeners, control)
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import lazy
 import wire
 
 SITE_DIR = "/opt/backintel/guest/site"
@@ -27,6 +28,7 @@ CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 def preload() -> None:
     """Import what the kernel will need and put prebuilt caches in place; runs no user code."""
     sys.path.insert(0, SITE_DIR)
+    lazy.install()
     import ipykernel.ipkernel
     import ipykernel.kernelapp
     import ipykernel.zmqshell

@@ -297,3 +297,25 @@ def test_signals_of_the_manager_reach_the_kernel() -> None:
             assert (await box.run("print(got.wait(10))")).text == "True\n"
 
     asyncio.run(body())
+
+
+def test_what_makes_the_start_quick_does_not_show() -> None:
+    code = (
+        "import gc, sys, jupyter_client\n"
+        "assert gc.isenabled()\n"
+        "assert not {'attest', 'kernel', 'lazy', 'limits', 'wire'} & set(sys.modules)\n"
+        "assert 'jupyter_client.manager' not in sys.modules, 'it is loaded at every start'\n"
+        "assert 'KernelManager' in dir(jupyter_client)\n"
+        "from jupyter_client import *\n"
+        "from jupyter_client import AsyncKernelClient\n"
+        "print(type(jupyter_client).__name__, KernelManager.__module__, protocol_version)\n"
+        "jupyter_client.absent\n"
+    )
+
+    async def body() -> None:
+        async with sandbox() as box:
+            result = await box.run(code)
+            assert result.text == "module jupyter_client.manager 5.4\n"
+            assert result.error.startswith("AttributeError: module 'jupyter_client' has no")
+
+    asyncio.run(body())
