@@ -56,6 +56,7 @@ def _copy_matplotlib_cache() -> None:
 
 def _make_app(listeners: Mapping[str, int]) -> Any:
     """Return the application class; built here because ipykernel is imported late."""
+    import traitlets
     import zmq
     from ipykernel.heartbeat import Heartbeat
     from ipykernel.kernelapp import IPKernelApp
@@ -71,6 +72,9 @@ def _make_app(listeners: Mapping[str, int]) -> Any:
 
     class SandboxKernelApp(IPKernelApp):
         """IPKernelApp without a connection file, a parent to poll or a port to choose."""
+
+        # By default a class of jupyter_client, resolved at the start with all that it imports.
+        blocking_class = traitlets.Type(None, klass=object, allow_none=True)
 
         def init_connection_file(self) -> None:
             """Nothing to load: the connection came in the go frame."""

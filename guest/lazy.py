@@ -37,7 +37,7 @@ class _Package(ModuleType):
             spec = self.__dict__.pop("__pending__", None)
             if spec is not None:
                 spec.loader.exec_module(self)
-                self.__class__ = ModuleType  # type: ignore[assignment]
+                object.__setattr__(self, "__class__", ModuleType)
 
 
 def install() -> None:

@@ -315,6 +315,7 @@ def test_what_makes_the_start_quick_does_not_show() -> None:
     async def body() -> None:
         async with sandbox() as box:
             result = await box.run(code)
+            assert result.error.startswith("AttributeError: module"), result.error
             assert result.text == "module jupyter_client.manager 5.4\n"
             assert result.error.startswith("AttributeError: module 'jupyter_client' has no")
 
