@@ -1,7 +1,7 @@
-"""Write Matplotlib's font list for the image, so that the first plot is silent and quick.
+"""Write Matplotlib's font list and default fonts for the image: plots are silent and quick.
 
 Arguments: the image root as this process sees it (empty when it is the root), the directory that
-receives the list. Only fonts of the image are listed, whatever the machine has.
+receives both. Only fonts of the image are listed, whatever the machine has.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import sys
 
 import matplotlib.font_manager as fonts
 
+FALLBACK = "WenQuanYi Zen Hei"
 prefix, target = sys.argv[1:]
 find_fonts = fonts.findSystemFonts
 
@@ -27,6 +28,14 @@ for name in ("ttflist", "afmlist"):
         else entry
         for entry in getattr(manager, name)
     ]
+    # Else each plot warns that this family has no normal weight: its only one is called medium.
+    entries = [
+        dataclasses.replace(entry, weight=400) if entry.name == FALLBACK else entry
+        for entry in entries
+    ]
     setattr(manager, name, sorted(entries, key=lambda entry: entry.fname.removeprefix(prefix)))
 fonts.json_dump(manager, f"{target}/fontlist-v{fonts.FontManager.__version__}.json")
+# Matplotlib looks a missing glyph up only in families that are named: its default has no CJK text.
+with open(f"{target}/matplotlibrc", "w") as settings:
+    settings.write(f"font.family: DejaVu Sans, {FALLBACK}\n")
 print(f"fonts: {len(manager.ttflist)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sandboxes import remains
+from sandboxes import leaving_nothing
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Compare what is on the host before and two seconds after the test."""
-    before = remains()
-    yield
-    deadline = time.monotonic() + 2.0
-    while (left := remains() - before) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
+    """Look around each test."""
+    with leaving_nothing():
+        yield

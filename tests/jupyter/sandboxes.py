@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,17 @@ def remains() -> set[str]:
             found |= {f"cgroup {path}" for path in directory.glob("backintel-*")}
     found |= {f"process {pid}: {name}" for pid, name in guest_processes().items()}
     return found
+
+
+@contextlib.contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Compare what is on the host before and two seconds after."""
+    before = remains()
+    yield
+    deadline = time.monotonic() + 2.0
+    while (left := remains() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
 
 
 def guest_processes() -> dict[int, str]:

@@ -60,7 +60,7 @@ def test_programs_and_fonts_are_there(image: Image) -> None:
     assert (image.root / "etc/ssl/certs/ca-certificates.crt").stat().st_size > 100_000
     plots = list((image.root / "opt/backintel/cache/matplotlib").glob("fontlist-v*.json"))
     names = {entry["fname"] for entry in json.loads(plots[0].read_text())["ttflist"]}
-    assert "/usr/share/fonts/truetype/droid/DroidSansFallbackFull.ttf" in names
+    assert "/usr/share/fonts/truetype/wqy/wqy-zenhei.ttc" in names
     assert all(name.startswith(("/usr/share/fonts/", "fonts/")) for name in names)
     for name in names:
         assert not name.startswith("/") or (image.root / name[1:]).is_file()
