@@ -31,7 +31,16 @@ MAX_FILE_BYTES = 1024 * 1024
 
 _T = TypeVar("_T")
 
-_KEYS = ("engine", "profile", "cell_deadline", "run_deadline", "on_deadline", "grace", "sources")
+_KEYS = (
+    "engine",
+    "profile",
+    "cell_deadline",
+    "run_deadline",
+    "on_deadline",
+    "after_end",
+    "grace",
+    "sources",
+)
 # profile key in a file -> (field of Profile, bytes in one unit; 0: not a size)
 _PROFILE_KEYS = {
     "ram_mib": ("ram_bytes", MIB),
@@ -44,8 +53,11 @@ _PROFILE_KEYS = {
     "run_deadline": ("run_deadline_s", 0),
     "grace": ("grace_s", 0),
     "on_deadline": ("on_cell_deadline", 0),
+    "after_end": ("after_end", 0),
 }
-_PROFILE_OPTIONAL = {"cells": None, "grace": 5.0, "on_deadline": "cancel"}
+# keys whose value is one of a few words
+_WORDS = {"on_deadline": profiles.DEADLINE_ACTIONS, "after_end": profiles.AFTER_END}
+_PROFILE_OPTIONAL = {"cells": None, "grace": 5.0, "on_deadline": "cancel", "after_end": "stay"}
 _NETWORK = "a sandbox has no network; that is not configurable"
 _SECRETS = "a sandbox is set up without secrets and without variables of the host"
 _REFUSED = {
@@ -91,6 +103,7 @@ class _Layer:
     cell_deadline: float | None = None
     run_deadline: float | None = None
     on_deadline: str | None = None
+    after_end: str | None = None
     grace: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     profiles: Mapping[str, Profile] = field(default_factory=dict)
@@ -118,7 +131,7 @@ def resolve_settings(
 ) -> Settings:
     """Return the settings of one session (spec D5, E).
 
-    Keys: engine, profile, cell_deadline, run_deadline, on_deadline, grace (times in seconds) and
+    Keys: engine, profile, cell_deadline, run_deadline, on_deadline, after_end, grace (seconds) and
     sources ({name: path}); files also define ``[profiles.NAME]``. None is an unset value. The
     command line alone may say ``engine = "auto"`` and, resolved, what was ``engine_requested``.
     Sources of all places add up; of one name the place of highest precedence counts. ``files`` are
@@ -183,6 +196,9 @@ def _profile(layers: Sequence[_Layer], default: str) -> Profile:
     _, grace = _first([layer.grace for layer in layers])
     if action is not None:
         profile = replace(profile, on_cell_deadline=action)
+    _, after_end = _first([layer.after_end for layer in layers])
+    if after_end is not None:
+        profile = replace(profile, after_end=after_end)
     if grace is not None:
         profile = replace(profile, grace_s=grace)
     return profile
@@ -260,7 +276,9 @@ def _layer(origin: str, values: Mapping[str, object], *, from_file: bool = False
             case "grace":
                 layer = replace(layer, grace=_seconds(origin, key, value, zero_allowed=True))
             case "on_deadline":
-                layer = replace(layer, on_deadline=_action(origin, key, value))
+                layer = replace(layer, on_deadline=_word(origin, key, key, value))
+            case "after_end":
+                layer = replace(layer, after_end=_word(origin, key, key, value))
             case "sources":
                 layer = replace(layer, sources=_source_paths(origin, value, relative=typed))
             case "profiles" if from_file:
@@ -332,13 +350,9 @@ def _seconds(origin: str, key: str, value: object, *, zero_allowed: bool = False
     return float(value)
 
 
-def _action(origin: str, key: str, value: object) -> str:
-    if value not in profiles.DEADLINE_ACTIONS:
-        raise _bad(
-            origin,
-            key,
-            f"is {_brief(value)}; {' or '.join(profiles.DEADLINE_ACTIONS)} is needed",
-        )
+def _word(origin: str, key: str, word: str, value: object) -> str:
+    if value not in _WORDS[word]:
+        raise _bad(origin, key, f"is {_brief(value)}; {' or '.join(_WORDS[word])} is needed")
     return str(value)
 
 
@@ -398,8 +412,8 @@ def _profile_table(origin: str, name: str, table: object) -> Profile:
 
 
 def _profile_value(origin: str, key: str, word: str, unit: int, value: object) -> object:
-    if word == "on_deadline":
-        return _action(origin, key, value)
+    if word in _WORDS:
+        return _word(origin, key, word, value)
     if not unit:
         return _seconds(origin, key, value, zero_allowed=word == "grace")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -215,6 +215,8 @@ class End:
     exit_status: int
     guest: Literal["destroyed", "lives"]
     text: str
+    again: bool = True
+    """Whether a fresh guest, on the same run clock, can help: else no automatic restart follows."""
 
 
 ENDS: dict[Reason, End] = {
@@ -224,6 +226,7 @@ ENDS: dict[Reason, End] = {
         EXIT_INFRASTRUCTURE,
         "destroyed",
         "The Jupyter server that owned this sandbox is gone; the sandbox was ended.",
+        again=False,
     ),
     Reason.CELL_DEADLINE: End(
         "limit",
@@ -238,15 +241,21 @@ ENDS: dict[Reason, End] = {
         "destroyed",
         "The session reached its run deadline of {seconds:g} s; the sandbox was ended and its "
         "variables are gone.",
+        again=False,
     ),
     Reason.OUT_OF_MEMORY: End(
         "limit",
         EXIT_LIMIT,
         "destroyed",
-        "The kernel was killed for memory: limit {limit_mib:.0f} MiB, peak {peak_mib:.0f} MiB.",
+        "The kernel was killed for memory: limit {limit_mib:.0f} MiB, peak {peak_mib:.0f} MiB. "
+        "Its variables are gone.",
     ),
     Reason.OUTPUT_LIMIT: End(
-        "limit", EXIT_LIMIT, "destroyed", "The cell wrote more output than is allowed ({how})."
+        "limit",
+        EXIT_LIMIT,
+        "destroyed",
+        "The cell wrote more output than is allowed ({how}); the sandbox was ended and its "
+        "variables are gone.",
     ),
     Reason.CELL_LIMIT: End(
         "limit",
@@ -255,16 +264,29 @@ ENDS: dict[Reason, End] = {
         "This sandbox runs at most {cells} cells; the cell was not run.",
     ),
     Reason.KERNEL_CRASHED: End(
-        "user", EXIT_NOTEBOOK_FAILED, "destroyed", "The kernel process ended: {how}."
+        "user",
+        EXIT_NOTEBOOK_FAILED,
+        "destroyed",
+        "The kernel process ended: {how}. Its variables are gone.",
     ),
     Reason.GUEST_LOST: End(
-        "infrastructure", EXIT_INFRASTRUCTURE, "destroyed", "The sandbox was lost: {how}."
+        "infrastructure",
+        EXIT_INFRASTRUCTURE,
+        "destroyed",
+        "The sandbox was lost: {how}. Its variables are gone.",
     ),
     Reason.ENGINE_FAILED: End(
-        "infrastructure", EXIT_INFRASTRUCTURE, "destroyed", "The sandbox engine failed: {how}."
+        "infrastructure",
+        EXIT_INFRASTRUCTURE,
+        "destroyed",
+        "The sandbox engine failed: {how}. Its variables are gone.",
     ),
     Reason.IMAGE_INVALID: End(
-        "infrastructure", EXIT_INFRASTRUCTURE, "destroyed", "The analysis image is invalid: {how}."
+        "infrastructure",
+        EXIT_INFRASTRUCTURE,
+        "destroyed",
+        "The analysis image is invalid: {how}.",
+        again=False,
     ),
     Reason.ENDPOINT_LOST: End(
         "infrastructure", EXIT_INFRASTRUCTURE, "lives", "A database endpoint was lost: {how}."

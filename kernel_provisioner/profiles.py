@@ -17,6 +17,8 @@ from kernel_provisioner.errors import HostRefused, ProfileRefused
 
 MIB = 1024 * 1024
 DEADLINE_ACTIONS = ("interrupt", "cancel")
+AFTER_END = ("restart", "stay")
+"""Whether a manager's automatic restart may replace a guest that was destroyed."""
 MAX_DEADLINE_S = 30 * 86400.0
 """Upper bound of a deadline: beyond it a timer could overflow, and nobody waits that long."""
 KERNEL_RESERVE_BYTES = 128 * MIB
@@ -54,6 +56,7 @@ class Profile:
     grace_s: float = 5.0
     tasks: int = 128
     open_files: int = 1024
+    after_end: str = "stay"
 
     @property
     def mounts_bytes(self) -> int:
@@ -125,6 +128,7 @@ BUILTIN: Mapping[str, Profile] = MappingProxyType(
                 run_deadline_s=28800.0,
                 cells=None,
                 on_cell_deadline="interrupt",
+                after_end="restart",
             ),
         )
     }
@@ -166,6 +170,8 @@ def problem(profile: Profile) -> tuple[str, str] | None:
             "on_cell_deadline",
             f"is {profile.on_cell_deadline!r}; {' or '.join(DEADLINE_ACTIONS)} is needed",
         )
+    if profile.after_end not in AFTER_END:
+        return "after_end", f"is {profile.after_end!r}; {' or '.join(AFTER_END)} is needed"
     if profile.mounts_bytes + KERNEL_RESERVE_BYTES > profile.ram_bytes:
         return (
             "ram_bytes",

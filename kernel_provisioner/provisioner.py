@@ -33,11 +33,14 @@ from traitlets import Any as AnyTrait
 from traitlets import Dict, Unicode
 
 from kernel_provisioner import wire
+from kernel_provisioner.autorestart import Autorestart
 from kernel_provisioner.config import Settings, resolve_settings
 from kernel_provisioner.engines.base import CHANNELS
 from kernel_provisioner.errors import (
+    ENDS,
     DeadlineReached,
     ExportRefused,
+    Reason,
     StartFailed,
     WireError,
     error_from_dict,
@@ -113,6 +116,9 @@ class SandboxProvisioner(KernelProvisionerBase):
     on_deadline = Unicode(
         None, allow_none=True, help="At a cell deadline: interrupt or cancel."
     ).tag(config=True)
+    after_end = Unicode(
+        None, allow_none=True, help="After an end: restart (a fresh guest) or stay (dead)."
+    ).tag(config=True)
     grace = AnyTrait(None, allow_none=True, help="Seconds between interrupt and cancel.").tag(
         config=True
     )
@@ -122,6 +128,7 @@ class SandboxProvisioner(KernelProvisionerBase):
         self.settings: Settings | None = None
         self.session_id: str | None = None
         self.ended: dict[str, Any] | None = None
+        self.memory_warning: dict[str, Any] | None = None
         self.timings: dict[str, float] = {}
         self.receipt: dict[str, Any] | None = None
         self._dirs: StateDirs = state_dirs()
@@ -133,7 +140,9 @@ class SandboxProvisioner(KernelProvisionerBase):
         self._has_process = False
         self._clock_started: float | None = None
         self._fresh_clock = True
-        self._autorestart = False
+        self._automatic = False
+        self._replaced: str | None = None
+        self._autorestart = Autorestart(self.parent)
         self.phase_timeout_s = PHASE_TIMEOUT_S
 
     # -- contract of jupyter_client ------------------------------------------------------------
@@ -146,17 +155,22 @@ class SandboxProvisioner(KernelProvisionerBase):
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Stamp the run clock and resolve the settings. Raises BackIntelError."""
         now = time.monotonic()
-        check_argv(self.kernel_spec.display_name, self.kernel_spec.argv)
-        check_encryption(
-            kwargs.pop("transport_encryption", getattr(self.parent, "transport_encryption", ""))
-        )
         # An autorestart after a crash does not extend the run deadline (spec A1): only a start or
         # a restart that a person asked for begins a new run.
-        self._autorestart = not self._fresh_clock
-        if self._fresh_clock or self._clock_started is None:
+        self._automatic = not self._fresh_clock and self._autorestart.possible
+        if not self._automatic or self._clock_started is None:
             self._clock_started = now
         self._fresh_clock = False
-        self.settings = await _in_thread(self._resolve)
+        encryption = kwargs.pop(
+            "transport_encryption", getattr(self.parent, "transport_encryption", "")
+        )
+        try:
+            check_argv(self.kernel_spec.display_name, self.kernel_spec.argv)
+            check_encryption(encryption)
+            self.settings = await _in_thread(self._resolve)
+        except BaseException as error:
+            self._failed_to_start(error)
+            raise
         kwargs.pop("extra_arguments", None)
         return await super().pre_launch(cmd=["backintel-guest"], **kwargs)
 
@@ -171,7 +185,12 @@ class SandboxProvisioner(KernelProvisionerBase):
         self.session_id = secrets.token_hex(8)
         if self._socket_dir is None:
             self._socket_dir = self._dirs.runtime / secrets.token_hex(8)
+        if not self._automatic:
+            self._replaced = None
+        elif self.ended is not None:  # else an automatic start failed, and this is the next
+            self._replaced = self.ended["reason"]
         self.ended = None
+        self.memory_warning = None
         self.receipt = None
         self.timings = {}
         self._reader = wire.FrameReader()
@@ -180,10 +199,12 @@ class SandboxProvisioner(KernelProvisionerBase):
             self._spawn()
             await self._send_start(previous)
             await self._wait_ready()
-        except BaseException:
+        except BaseException as error:
             await self._abandon()
-            self._report_failed_autorestart()
+            self.ended = None  # no guest came up: its supervisor's end is none of one
+            self._failed_to_start(error)
             raise
+        self._autorestart.started(automatic=self._automatic)
         self._has_process = True
         self.connection_info = self._connection_info()
         return self.connection_info
@@ -195,6 +216,9 @@ class SandboxProvisioner(KernelProvisionerBase):
         self._drain()
         if self.ended is None:
             return None
+        if self.settings is not None:
+            reason = Reason(self.ended["reason"])
+            self._autorestart.guest_ended(reason, self.settings.profile.after_end)
         status = self.ended.get("status")
         return status if isinstance(status, int) else int(self.ended.get("exit_status", 1))
 
@@ -213,6 +237,9 @@ class SandboxProvisioner(KernelProvisionerBase):
 
     async def kill(self, restart: bool = False) -> None:
         """Kill the guest; if the supervisor hangs, kill that, and the guest dies with it."""
+        if await self.poll() is None:
+            # A restarter acts on dead guests only: somebody asked for this one's end.
+            self._fresh_clock = True
         await self._tell("kill")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_TIMEOUT_S):
@@ -296,6 +323,7 @@ class SandboxProvisioner(KernelProvisionerBase):
             "cell_deadline": self.cell_deadline,
             "run_deadline": self.run_deadline,
             "on_deadline": self.on_deadline,
+            "after_end": self.after_end,
             "grace": self.grace,
         }
         return resolve_settings(
@@ -345,6 +373,7 @@ class SandboxProvisioner(KernelProvisionerBase):
             "session": self.session_id,
             "kernel_id": self.kernel_id or "",
             "previous": previous,
+            "replaced": self._replaced,
             "engine": self.settings.engine,
             "engine_requested": self.settings.engine_requested,
             "profile": asdict(self.settings.profile),
@@ -466,6 +495,14 @@ class SandboxProvisioner(KernelProvisionerBase):
         for message in messages:
             if message.get("op") == "ended":
                 self.ended = message
+            elif message.get("op") == "memory_warning":
+                self.memory_warning = message
+                self.log.warning(
+                    "The memory of sandbox %s is at %s of %s bytes.",
+                    self.session_id,
+                    message.get("held_bytes"),
+                    message.get("limit_bytes"),
+                )
             elif message.get("op") == "gone" and isinstance(told := message.get("unsaved"), dict):
                 # The receipt's file could not be written: this is all that there is of it.
                 self.receipt = told
@@ -475,11 +512,12 @@ class SandboxProvisioner(KernelProvisionerBase):
 
     def _lost(self) -> None:
         if self.ended is None:
+            end = ENDS[Reason.GUEST_LOST]
             self.ended = {
-                "reason": "GuestLost",
-                "class": "infrastructure",
-                "message": "The sandbox was lost: its supervisor is gone.",
-                "exit_status": 3,
+                "reason": Reason.GUEST_LOST.value,
+                "class": end.kind,
+                "message": end.text.format(how="its supervisor is gone"),
+                "exit_status": end.exit_status,
                 "status": None,
             }
 
@@ -511,16 +549,9 @@ class SandboxProvisioner(KernelProvisionerBase):
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(closing)
 
-    def _report_failed_autorestart(self) -> None:
-        """Tell the clients of a kernel whose automatic restart failed that it is dead.
-
-        jupyter_client's restarter reports only a guest that died again, not a launch that raised:
-        without this, JupyterLab shows "restarting" for ever.
-        """
-        restarter = getattr(self.parent, "_restarter", None)
-        if self._autorestart and restarter is not None:
-            restarter.stop()
-            restarter._fire_callbacks("dead")
+    def _failed_to_start(self, error: BaseException) -> None:
+        if self._automatic:
+            self._autorestart.start_failed(error)
 
     async def _close(self) -> None:
         await self._tell("close")

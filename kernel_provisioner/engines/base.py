@@ -67,9 +67,14 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading. ``oom_kills`` counts kills by the kernel for this guest's limit (evidence)."""
+    """One reading. ``oom_kills`` counts kills by the kernel for this guest's limit (evidence).
+
+    ``held_bytes`` is the part of ``memory_bytes`` that the kernel cannot take back by dropping file
+    pages: what brings a guest to its limit. The cached image counts in the rest.
+    """
 
     memory_bytes: int
+    held_bytes: int
     peak_memory_bytes: int
     peak_memory_method: str
     cpu_seconds: float

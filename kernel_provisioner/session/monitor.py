@@ -50,6 +50,8 @@ class SessionMonitor:
         )
         self.shutdown_expected = False
         self._cells: dict[str, None] = {}
+        self._last_cell = ""
+        self._first_notice = ""
         self._run = 0
         self._failed = 0
         self._interrupted = 0
@@ -67,6 +69,16 @@ class SessionMonitor:
             "interrupted": self._interrupted,
             "output_limited": self._output_limited,
         }
+
+    def tell(self, text: str) -> None:
+        """Show a text in the cell that has run longest, or in the last one if none runs."""
+        if self._relay is not None:
+            msg_id = next(iter(self._cells), self._last_cell)
+            self._relay.notify(msg_id, f"\nBackIntel sandbox: {text}\n")
+
+    def tell_first_cell(self, text: str) -> None:
+        """Show a text in the session's first cell, when that comes."""
+        self._first_notice = text
 
     # -- RelayMonitor --------------------------------------------------------------------------
 
@@ -89,11 +101,15 @@ class SessionMonitor:
                 return refusal
         if request.is_cell:
             self._cells[request.msg_id] = None
+            self._last_cell = request.msg_id
             self._run += 1
         return Forward()
 
     def started(self, msg_id: str) -> None:
         """The guest says that it began to work on a request."""
+        if self._first_notice and msg_id in self._cells:
+            self.tell(self._first_notice)
+            self._first_notice = ""
         self._watchdog.started(msg_id, time.monotonic())
         self.arm()
 

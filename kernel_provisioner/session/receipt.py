@@ -44,6 +44,7 @@ class Receipt:
             "cells": {"run": 0, "failed": 0, "interrupted": 0, "output_limited": 0},
             "peak_memory_bytes": None,
             "peak_memory_method": None,
+            "memory_warning": None,
             "cpu_seconds": None,
             "relay": {},
             "artifacts": [],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernel_provisioner.errors import StartFailed
+from kernel_provisioner.errors import Reason, StartFailed
 from kernel_provisioner.paths import StateDirs
 from kernel_provisioner.profiles import Profile
 
@@ -23,6 +23,8 @@ class Start:
     session: str
     kernel_id: str
     previous: str | None
+    replaced: Reason | None
+    """Why the guest ended that this one replaces without anybody having asked for it."""
     engine: str
     engine_requested: str
     profile: Profile
@@ -42,6 +44,7 @@ class Start:
                 session=str(message["session"]),
                 kernel_id=str(message["kernel_id"]),
                 previous=message["previous"],
+                replaced=None if message["replaced"] is None else Reason(message["replaced"]),
                 engine=str(message["engine"]),
                 engine_requested=str(message["engine_requested"]),
                 profile=Profile(**message["profile"]),

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kernel_provisioner.engines.base import CHANNELS, Guest, GuestExit
+from kernel_provisioner.engines.base import CHANNELS, Guest, GuestExit, Sample
 from kernel_provisioner.errors import (
     ENDS,
     BackIntelError,
@@ -112,7 +112,9 @@ class Supervisor:
         finally:
             check.cancel()
         await self._phase("image")
-        self._telemetry = Telemetry(self._guest)
+        self._telemetry = Telemetry(
+            self._guest, self._start_request.profile.ram_bytes, self._warn_of_memory
+        )
         assert self._relay is not None
         self._relay.open()
         await self._phase("ready")
@@ -139,6 +141,11 @@ class Supervisor:
             bounds=RelayBounds(),
         )
         self._monitor.attach(self._relay)
+        if start.replaced is not None:
+            self._monitor.tell_first_cell(
+                f"this is a fresh sandbox, for the one before ended ({start.replaced.value}); "
+                "its variables and files are gone."
+            )
         await self._relay.start()
 
     def _connection(self) -> dict[str, object]:
@@ -168,6 +175,23 @@ class Supervisor:
         if not self._ending.done():
             message = ENDS[reason].text.format(**figures)
             self._ending.set_result(Ending(reason, message, status))
+
+    def _warn_of_memory(self, sample: Sample) -> None:
+        """Tell the person, the owner and the receipt that the guest is near its limit, once."""
+        if self._ending.done():
+            return
+        limit = self._start_request.profile.ram_bytes
+        facts = {"held_bytes": sample.held_bytes, "limit_bytes": limit}
+        self._receipt.update(memory_warning={**facts, "at": time.time()})
+        if self._monitor is not None:
+            self._monitor.tell(
+                f"memory is at {sample.held_bytes / 2**20:.0f} of {limit / 2**20:.0f} MiB; at the "
+                f"limit the kernel is killed and its variables are gone. This is said once."
+            )
+        self._spawn(self._send_warning(facts))
+
+    async def _send_warning(self, facts: dict[str, int]) -> None:
+        await self._control.send("memory_warning", **facts)
 
     def _interrupt(self) -> None:
         if self._guest is not None:

@@ -1,6 +1,7 @@
 """Sampling of the guest from the host's side (spec K): at least each second, peak kept.
 
-The guest cannot influence the figures: they come from the engine's cgroup or VM accounting.
+The guest cannot influence the figures: they come from the engine's cgroup or VM accounting. Also
+decides when a person is warned of the memory limit, once for each guest (spec D4, K).
 """
 
 from __future__ import annotations
@@ -11,14 +12,43 @@ from collections.abc import Callable
 from kernel_provisioner.engines.base import Guest, Sample
 
 INTERVAL_S = 1.0
+WATCHFUL_S = 0.1
+"""The interval from half of the limit on, until the warning: a cell fills the rest in moments."""
+WARN_SHARE = 0.9
+
+
+class MemoryWatch:
+    """Whether memory that cannot be taken back reached 90 % of the limit for the first time.
+
+    Pages of files do not count: the kernel drops them before it kills, and the image alone could
+    fill a small limit with them.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._warned = False
+
+    def due(self, sample: Sample) -> bool:
+        """Return whether this sample is the one to warn of; True once at most."""
+        if self._warned or sample.held_bytes < WARN_SHARE * self._limit:
+            return False
+        self._warned = True
+        return True
+
+    def interval_s(self, sample: Sample | None) -> float:
+        """Return how long the next sample may wait, in seconds."""
+        if self._warned or sample is None or sample.held_bytes < self._limit / 2:
+            return INTERVAL_S
+        return WATCHFUL_S
 
 
 class Telemetry:
-    """Latest sample and peak of one guest."""
+    """Latest sample and peak of one guest; ``warn`` is called with the sample to warn of."""
 
-    def __init__(self, guest: Guest, on_sample: Callable[[Sample], None] | None = None) -> None:
+    def __init__(self, guest: Guest, limit_bytes: int, warn: Callable[[Sample], None]) -> None:
         self._guest = guest
-        self._on_sample = on_sample
+        self._watch = MemoryWatch(limit_bytes)
+        self._warn = warn
         self.latest: Sample | None = None
         self.peak_bytes = 0
 
@@ -30,12 +60,11 @@ class Telemetry:
             return None
         self.latest = sample
         self.peak_bytes = max(self.peak_bytes, sample.peak_memory_bytes, sample.memory_bytes)
-        if self._on_sample:
-            self._on_sample(sample)
+        if self._watch.due(sample):
+            self._warn(sample)
         return sample
 
     async def run(self) -> None:
-        """Sample each second until cancelled."""
+        """Sample until cancelled: each second, and more often on the way to the limit."""
         while True:
-            self.take()
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(self._watch.interval_s(self.take()))

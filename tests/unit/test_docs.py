@@ -28,7 +28,13 @@ def test_the_table_of_ends_is_the_codes(repository: Path) -> None:
     rows = _rows((repository / "docs/ends.md").read_text())
     documented = {row[0]: row[1:] for row in rows[1:] if row[0].startswith("`")}
     expected = {
-        f"`{reason.value}`": [end.kind, str(end.exit_status), end.guest, end.text]
+        f"`{reason.value}`": [
+            end.kind,
+            str(end.exit_status),
+            end.guest,
+            "yes" if end.again else "no",
+            end.text,
+        ]
         for reason, end in ENDS.items()
     }
     assert documented == expected
@@ -82,6 +88,7 @@ def test_the_table_of_profiles_is_the_codes(repository: Path) -> None:
             f"{both[0]} for both" if both[0] == both[1] else " / ".join(both),
             str(profile.cells or "none"),
             profile.on_cell_deadline,
+            profile.after_end,
         ]
     text = (repository / "docs/configuration.md").read_text()
     section = text.partition("## Profiles")[2].partition("\n## ")[0]

@@ -48,6 +48,9 @@ class Usage:
     """Raw counters. ``cpu_seconds`` and ``peak_bytes`` are None if the kernel keeps none."""
 
     memory_bytes: int
+    file_bytes: int
+    """Of these, pages of files on disk, which the kernel drops when it needs room. Not the guest's
+    own files: its mounts are tmpfs, whose pages have nowhere to go without swap."""
     peak_bytes: int | None
     cpu_seconds: float | None
     tasks: int
@@ -112,6 +115,11 @@ def _keyed(path: Path, key: str) -> int:
         if name == key:
             return int(value)
     return 0
+
+
+def _file_pages(stat: Path, prefix: str = "") -> int:
+    """Return the bytes on the two lists of file pages; tmpfs pages are not on them."""
+    return sum(_keyed(stat, f"{prefix}{age}_file") for age in ("active", "inactive"))
 
 
 def _make(path: Path) -> None:
@@ -193,6 +201,7 @@ class V1Group:
         accounting = self.by_controller.get("cpuacct")
         return Usage(
             memory_bytes=_number(memory / "memory.usage_in_bytes"),
+            file_bytes=_file_pages(memory / "memory.stat", prefix="total_"),
             peak_bytes=_number(memory / "memory.max_usage_in_bytes"),
             cpu_seconds=_number(accounting / "cpuacct.usage") / 1e9 if accounting else None,
             tasks=_number(self.by_controller["pids"] / "pids.current"),
@@ -260,6 +269,7 @@ class V2Group:
         peak = self.path / "memory.peak"  # Linux 5.19
         return Usage(
             memory_bytes=_number(self.path / "memory.current"),
+            file_bytes=_file_pages(self.path / "memory.stat"),
             peak_bytes=_number(peak) if peak.exists() else None,
             cpu_seconds=_keyed(self.path / "cpu.stat", "usage_usec") / 1e6,
             tasks=_number(self.path / "pids.current"),

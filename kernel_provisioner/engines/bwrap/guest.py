@@ -71,7 +71,7 @@ class BwrapGuest:
         self._kernel: ProcessIdentity | None = None
         self._kernel_fd: int | None = None
         self._artifacts_fd: int | None = None
-        self._last = Sample(0, 0, held.group.kind, 0.0, 0, 0)
+        self._last = Sample(0, 0, 0, held.group.kind, 0.0, 0, 0)
         self._peak = 0
         self._deviations: list[str] = []
         loop = asyncio.get_running_loop()
@@ -281,6 +281,8 @@ class BwrapGuest:
         cpu = usage.cpu_seconds
         return Sample(
             memory_bytes=usage.memory_bytes,
+            # The two counters are not read at one moment.
+            held_bytes=max(0, usage.memory_bytes - usage.file_bytes),
             peak_memory_bytes=self._peak,
             peak_memory_method=f"{group.kind}, {measured}, page cache included",
             cpu_seconds=self._cpu_of_members() if cpu is None else cpu,

@@ -62,7 +62,7 @@ class SmolvmGuest:
     def __init__(self, held: Held) -> None:
         self._held = held
         self._control: connection.Control | None = None
-        self._last = Sample(0, 0, _METHOD, 0.0, 0, 0)
+        self._last = Sample(0, 0, 0, _METHOD, 0.0, 0, 0)
         self._limits: dict[str, object] = {"open_files": held.open_files, "monitor_uid": held.user}
         self._released = False
         self._printed = ""
@@ -210,6 +210,8 @@ class SmolvmGuest:
         last = self._last
         return Sample(
             memory_bytes=changes.get("memory_bytes", last.memory_bytes),
+            # The guest's own figure leaves out what its kernel can take back.
+            held_bytes=changes.get("memory_bytes", last.memory_bytes),
             peak_memory_bytes=changes.get("peak_memory_bytes", last.peak_memory_bytes),
             peak_memory_method=_METHOD,
             cpu_seconds=cpu,
