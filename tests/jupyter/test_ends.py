@@ -179,6 +179,46 @@ def test_a_death_has_its_reason_in_the_cell(code: str, reason: str, status: int)
     asyncio.run(body())
 
 
+def first_process(box: Sandbox) -> int:
+    """Return the host's pid of the sandbox's process 1."""
+    session = box.provisioner.session_id
+    found = [r for r in live_sessions(state_dirs()) if r.session == session]
+    return found[0].leftovers.processes[1].pid
+
+
+def test_a_guest_killed_from_outside_is_lost_and_not_the_users_doing() -> None:
+    """Spec G4: no code in the sandbox can kill its process 1, so that is the host's doing."""
+
+    async def body() -> None:
+        async with sandbox(profile="benchmark") as box:
+            task = await started(box, "while True: pass")
+            os.kill(first_process(box), signal.SIGKILL)
+            assert (await task).error.startswith("GuestLost: The sandbox was lost: ")
+            assert (await ending(box))["class"] == "infrastructure"
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("orphans", [0, 20])
+def test_a_guest_that_kills_all_it_can_is_the_users_doing(orphans: int) -> None:
+    """Spec G4: all but process 1 can be killed, which then reports the kernel's end."""
+
+    async def body() -> None:
+        async with sandbox(profile="benchmark") as box:
+            code = (
+                "import os, signal, time\n"
+                f"for _ in range({orphans}):\n"
+                "    if os.fork() == 0: signal.pause()\n"
+                "if _n: os.kill(-1, 9)\n"
+                "os.kill(os.getpid(), 9)\n"
+            ).replace("_n", str(orphans))
+            result = await box.run(code)
+            assert result.error.startswith("KernelCrashed: The kernel process ended: signal SIGK")
+            assert (await ending(box))["class"] == "user"
+
+    asyncio.run(body())
+
+
 def test_a_flood_of_output_is_cut_with_a_notice_and_the_reply_arrives() -> None:
     """Spec H3: 64 MiB of stream text a cell; the notice is visible, the final reply not lost."""
 

@@ -12,7 +12,7 @@ import threading
 from contextlib import ExitStack
 
 from kernel_provisioner.engines.base import EngineFacts, GuestSpec, Leftovers
-from kernel_provisioner.engines.bwrap import cgroups, keeper
+from kernel_provisioner.engines.bwrap import cgroups, keeper, linux
 from kernel_provisioner.engines.bwrap.binary import Binary, load_pins, verify_binary
 from kernel_provisioner.engines.bwrap.launcher import run_child
 from kernel_provisioner.engines.bwrap.launching import Launched, undo
@@ -70,6 +70,8 @@ def _launch(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Launched:
     with ExitStack() as ours:
         with ExitStack() as theirs:
             launch, ends = prepare(spec, binary, plan, as_root, ours, theirs)
+            # Who reaps process 1 tells how a guest ended: see BwrapGuest._outside_kill.
+            linux.adopt_orphans()
             pid = os.fork()
             if pid == 0:
                 run_child(launch)

@@ -79,6 +79,7 @@ class BwrapGuest:
         loop.add_reader(held.monitor_fd, self._reap)
         self._keeper_fd = os.pidfd_open(held.keeper.pid)
         self._keeper_lost = False
+        self._killed = False
         loop.add_reader(self._keeper_fd, self._lose_keeper)
 
     @property
@@ -241,11 +242,26 @@ class BwrapGuest:
                 code = None
             elif 128 < code <= 128 + signal.SIGRTMAX:
                 code = 128 - code
+            if code == -signal.SIGKILL and not self._killed and self._outside_kill():
+                code = None
         # Process 1 ends before its monitor, unless guest code has taken it over or the monitor was
         # killed.
         linux.pidfd_kill(held.child_fd, signal.SIGKILL)
         if not self._exit.done():
             self._exit.set_result(GuestExit(code))
+
+    def _outside_kill(self) -> bool:
+        """Whether process 1 was killed, which only the host can do, and the kernel with it.
+
+        bubblewrap's status is one for both deaths. But if the kernel died, process 1 says so by an
+        eventfd, and the monitor ends without waiting for it: it is our child then. If process 1
+        died, the monitor has reaped it. User code can feign that only by rewriting process 1.
+        """
+        try:
+            os.waitpid(self._held.child.pid, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        return False
 
     def _lose_keeper(self) -> None:
         """The keeper ended: if bubblewrap runs, it was killed, and no guest runs without one."""
@@ -264,6 +280,7 @@ class BwrapGuest:
             return
         with contextlib.suppress(OSError):
             self._last = self._read_sample()
+        self._killed = True
         linux.pidfd_kill(self._held.child_fd, signal.SIGKILL)
 
     def sample(self) -> Sample:
@@ -335,6 +352,8 @@ class BwrapGuest:
         asyncio.get_running_loop().remove_reader(self._keeper_fd)
         os.close(self._keeper_fd)
         keeper.reap(held.keeper)
+        with contextlib.suppress(ChildProcessError):  # reaped already, or by the monitor
+            os.waitpid(held.child.pid, os.WNOHANG)
         held.output.close()
         held.control.close()
         for fd in (held.monitor_fd, held.child_fd, self._kernel_fd, self._artifacts_fd):

@@ -28,6 +28,7 @@ RESOLVE_BENEATH = 0x08
 
 _PR_SET_PDEATHSIG = 1
 _PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
@@ -149,6 +150,11 @@ def drop_capabilities() -> None:
 def set_no_new_privs() -> None:
     """Forbid that an exec raises privileges. Raises OSError."""
     _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends. Raises OSError."""
+    _check(_prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "child subreaper")
 
 
 def set_parent_death_signal() -> None:
