@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from kernel_provisioner.errors import Reason
 
@@ -16,6 +17,8 @@ class Ending:
     reason: Reason
     message: str
     status: int | None = None
+    at: float = field(default_factory=time.time)
+    """When it was decided, in seconds since the epoch: telling everybody takes a while."""
 
 
 def describe_status(status: int) -> str:

@@ -72,5 +72,5 @@ class Receipt:
 
 
 def ended(reason: str, kind: str, message: str, **more: object) -> Mapping[str, object]:
-    """Return the receipt's ``ended`` object."""
+    """Return the receipt's ``ended`` object; ``at`` is now unless given."""
     return {"reason": reason, "class": kind, "message": message, "at": time.time(), **more}

@@ -273,7 +273,9 @@ class Supervisor:
             await self._relay.fail_pending(
                 ending.reason.value, ending.message, timeout=NOTICE_TIMEOUT_S
             )
-        more = {"status": ending.status} if ending.status is not None else {}
+        more: dict[str, Any] = {"at": ending.at}
+        if ending.status is not None:
+            more["status"] = ending.status
         self._receipt.update(ended=ended(ending.reason.value, end.kind, ending.message, **more))
         await self._control.send_message(
             {

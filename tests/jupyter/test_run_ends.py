@@ -15,7 +15,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
-from runs import COMMAND
+from runs import COMMAND, Bench
 
 from kernel_provisioner.paths import state_dirs
 from kernel_provisioner.processes import is_running
@@ -129,3 +129,59 @@ def test_a_killed_run_leaves_nothing_after_two_seconds_and_a_sweep(tmp_path: Pat
             time.sleep(0.02)
         sweep(state_dirs())
         assert _left(record) == []
+
+
+ALLOCATE = "held = []\nwhile True: held.append(b'x' * (64 << 20))"
+LOOP = "import time; print(time.time(), flush=True)\nwhile True: pass"
+PRINT = """
+import time
+try:
+    while True: print('x' * 100_000)
+except KeyboardInterrupt:
+    raise KeyboardInterrupt(time.time()) from None
+"""
+SEGFAULT = "import ctypes; ctypes.string_at(0)"
+EXIT = "import os; os._exit(3)"
+KILL_GROUP = "import os; os.killpg(0, 9)"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason", "text"),
+    [
+        (ALLOCATE, 5, "OutOfMemory", "killed for memory: limit 2048 MiB, peak "),
+        (LOOP, 4, "CellDeadlineExceeded", "longer than its deadline of 8 s"),
+        (PRINT, 5, "OutputLimitExceeded", "more output than is allowed"),
+        (SEGFAULT, 1, "KernelCrashed", "signal SIGSEGV"),
+        (EXIT, 1, "KernelCrashed", "exit status 3"),
+        (KILL_GROUP, 1, "KernelCrashed", "signal SIGKILL"),
+    ],
+    ids=["allocate", "loop", "print", "segfault", "exit", "kill-group"],
+)
+def test_each_way_to_end_badly_has_its_reason_status_and_speed(
+    tmp_path: Path, code: str, status: int, reason: str, text: str
+) -> None:
+    """How issue 4 is judged: the reason in the notebook, the exit status, 5 s after the event.
+
+    The event is the receipt's ``ended.at``, except for a deadline, which is known beforehand, and
+    for a flood of output that an interrupt stopped.
+    """
+    bench = Bench(tmp_path)
+    bench.write("print('precious')", code, "print('no')")
+    # Long enough for memory or 64 MiB of text on a slow machine, where neither is the event.
+    deadline = 8 if code is LOOP else 90
+    run = bench.run("--cell-deadline", str(deadline))
+    finished = time.time()
+    assert run.status == status
+    assert run.report["error"]["code"] == reason
+    assert run.errors[-1] == reason
+    assert text in run.cells[1].outputs[-1].evalue
+    assert run.cells[0].outputs[0].text == "precious\n"
+    assert run.cells[2].outputs == []
+    event = run.receipt["ended"]["at"]
+    if code is LOOP:
+        event = float(run.cells[1].outputs[0].text) + deadline
+    elif code is PRINT and run.report["ended"] is None:
+        event = float(run.cells[1].outputs[-2].evalue)
+    else:
+        assert run.report["ended"]["reason"] == reason
+    assert finished - event < 5
