@@ -13,17 +13,12 @@ import contextlib
 import json
 import os
 import secrets
-import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.kernelspec import KernelSpec
@@ -37,17 +32,15 @@ from kernel_provisioner.autorestart import Autorestart
 from kernel_provisioner.config import Settings, resolve_settings
 from kernel_provisioner.engines.base import CHANNELS
 from kernel_provisioner.errors import (
-    ENDS,
     DeadlineReached,
     ExportRefused,
     Reason,
     StartFailed,
-    WireError,
     error_from_dict,
 )
 from kernel_provisioner.paths import StateDirs, state_dirs
-from kernel_provisioner.records import sweep
 from kernel_provisioner.routing import check_argv, check_encryption
+from kernel_provisioner.supervision import Supervision, in_thread
 
 PHASE_TIMEOUT_S = 70.0
 """Longest silence of a starting supervisor, whose own phases take at most 60 s each; once more for
@@ -56,15 +49,7 @@ START_SLACK_S = 5.0
 """Beyond the run deadline: how long the supervisor may take to report that it was reached."""
 KILL_TIMEOUT_S = 4.0
 """How long a kill may take, waiting cells told included: jupyter_client waits 5 s afterwards."""
-CLOSE_TIMEOUT_S = 8.0
-"""How long an orderly teardown may take before the supervisor is killed."""
 EXPORT_TIMEOUT_S = 90.0
-
-# What a supervisor may see of the server's environment: enough to find programs and, for the
-# systemd scope, the user's session bus. Everything else could carry credentials.
-_PASSED_ENVIRONMENT = ("PATH", "HOME", "LANG", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
-
-_T = TypeVar("_T")
 
 
 class SandboxKernelManager(AsyncKernelManager):
@@ -127,16 +112,11 @@ class SandboxProvisioner(KernelProvisionerBase):
         super().__init__(**kwargs)
         self.settings: Settings | None = None
         self.session_id: str | None = None
-        self.ended: dict[str, Any] | None = None
-        self.memory_warning: dict[str, Any] | None = None
         self.timings: dict[str, float] = {}
         self.receipt: dict[str, Any] | None = None
         self._dirs: StateDirs = state_dirs()
         self._socket_dir: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._sock: socket.socket | None = None
-        self._reader = wire.FrameReader()
-        self._inbox: list[dict[str, Any]] = []
+        self._supervision: Supervision | None = None
         self._has_process = False
         self._clock_started: float | None = None
         self._fresh_clock = True
@@ -146,6 +126,20 @@ class SandboxProvisioner(KernelProvisionerBase):
         self.phase_timeout_s = PHASE_TIMEOUT_S
 
     # -- contract of jupyter_client ------------------------------------------------------------
+
+    @property
+    def ended(self) -> dict[str, Any] | None:
+        """How the guest ended (``reason``, ``class``, ``message``), None while it lives."""
+        return self._supervision.ended if self._supervision else None
+
+    @property
+    def memory_warning(self) -> dict[str, Any] | None:
+        """``held_bytes`` and ``limit_bytes`` once the guest came near its memory limit."""
+        return self._supervision.memory_warning if self._supervision else None
+
+    @property
+    def _process(self) -> subprocess.Popen[bytes] | None:
+        return self._supervision.process if self._supervision else None
 
     @property
     def has_process(self) -> bool:
@@ -167,7 +161,7 @@ class SandboxProvisioner(KernelProvisionerBase):
         try:
             check_argv(self.kernel_spec.display_name, self.kernel_spec.argv)
             check_encryption(encryption)
-            self.settings = await _in_thread(self._resolve)
+            self.settings = await in_thread(self._resolve)
         except BaseException as error:
             self._failed_to_start(error)
             raise
@@ -189,19 +183,16 @@ class SandboxProvisioner(KernelProvisionerBase):
             self._replaced = None
         elif self.ended is not None:  # else an automatic start failed, and this is the next
             self._replaced = self.ended["reason"]
-        self.ended = None
-        self.memory_warning = None
+        self._supervision = None
         self.receipt = None
         self.timings = {}
-        self._reader = wire.FrameReader()
-        self._inbox = []
         try:
-            self._spawn()
-            await self._send_start(previous)
-            await self._wait_ready()
+            self._supervision = Supervision(self.log)
+            await self._supervision.start(self._request(previous))
+            await self._wait_ready(self._supervision)
         except BaseException as error:
             await self._abandon()
-            self.ended = None  # no guest came up: its supervisor's end is none of one
+            self._supervision = None  # no guest came up: its supervisor's end is none of one
             self._failed_to_start(error)
             raise
         self._autorestart.started(automatic=self._automatic)
@@ -211,9 +202,9 @@ class SandboxProvisioner(KernelProvisionerBase):
 
     async def poll(self) -> int | None:
         """None while the guest lives, else its exit status (1 where it left none)."""
-        if self._process is None:
+        if self._supervision is None or self._process is None:
             return 0
-        self._drain()
+        self._supervision.drain()
         if self.ended is None:
             return None
         if self.settings is not None:
@@ -246,8 +237,8 @@ class SandboxProvisioner(KernelProvisionerBase):
                 while await self.poll() is None:
                     await asyncio.sleep(0.01)
                 return
-        if self._process is not None:
-            self._process.kill()
+        if self._supervision is not None:
+            self._supervision.kill()
 
     async def terminate(self, restart: bool = False) -> None:
         """End the guest; there is nothing gentler left to try when this is called."""
@@ -260,9 +251,7 @@ class SandboxProvisioner(KernelProvisionerBase):
 
     async def cleanup(self, restart: bool = False) -> None:
         """Tear the session down; idempotent. Afterwards ``receipt`` holds the session's receipt."""
-        if self._process is not None:
-            await self._tell("close")
-            await self._wait_gone()
+        await self._close()
         self._has_process = False
         if not restart:
             self._socket_dir = None
@@ -291,13 +280,14 @@ class SandboxProvisioner(KernelProvisionerBase):
         Returns name, size (bytes) and sha256 of each. Raises ExportRefused (nothing is published)
         and StartFailed if there is no session.
         """
-        if self._process is None or self._sock is None:
+        supervision = self._supervision
+        if supervision is None or supervision.process is None:
             raise StartFailed("there is no session to export from.")
-        await self._tell("export", destination=str(destination))
+        await supervision.tell("export", destination=str(destination))
         artifacts: list[dict[str, Any]] = []
         async with asyncio.timeout(EXPORT_TIMEOUT_S):
             while True:
-                message = await self._next_message()
+                message = await supervision.next_message()
                 match message.get("op"):
                     case "artifact":
                         artifacts.append(message["artifact"])
@@ -335,39 +325,10 @@ class SandboxProvisioner(KernelProvisionerBase):
 
     # -- supervisor ----------------------------------------------------------------------------
 
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        environment = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
-        try:
-            # -I: neither the working directory nor PYTHON* variables choose what code runs.
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-m",
-                    "kernel_provisioner.session",
-                    str(theirs.fileno()),
-                ],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=environment,
-                cwd="/",
-                # A terminal's Ctrl-C is for the client; the supervisor ends in its own order.
-                start_new_session=True,
-            )
-        except OSError as error:
-            ours.close()
-            raise StartFailed(f"the supervisor did not start ({error.strerror}).") from None
-        finally:
-            theirs.close()
-        ours.setblocking(False)
-        self._sock = ours
-
-    async def _send_start(self, previous: str | None) -> None:
+    def _request(self, previous: str | None) -> dict[str, Any]:
         assert self.settings is not None
         manager: Any = self.parent
-        message = {
+        return {
             "v": wire.VERSION,
             "op": "start",
             "session": self.session_id,
@@ -391,14 +352,8 @@ class SandboxProvisioner(KernelProvisionerBase):
             },
             "started_at": self._clock_started,
         }
-        assert self._sock is not None
-        try:
-            async with asyncio.timeout(START_SLACK_S):
-                await asyncio.get_running_loop().sock_sendall(self._sock, wire.encode(message))
-        except (OSError, TimeoutError):
-            raise StartFailed("the supervisor died at once.", phase="start") from None
 
-    async def _wait_ready(self) -> None:
+    async def _wait_ready(self, supervision: Supervision) -> None:
         assert self.settings is not None
         assert self._clock_started is not None
         run_deadline = self.settings.profile.run_deadline_s
@@ -407,7 +362,8 @@ class SandboxProvisioner(KernelProvisionerBase):
         try:
             async with asyncio.timeout(max(left, START_SLACK_S)):
                 while True:
-                    message = await self._heard_within(self.phase_timeout_s * (1 + copies))
+                    silence_s = self.phase_timeout_s * (1 + copies)
+                    message = await self._heard_within(supervision, silence_s)
                     match message.get("op"):
                         case "phase":
                             self._phase(message)
@@ -424,11 +380,11 @@ class SandboxProvisioner(KernelProvisionerBase):
                 remedy="give the run more time.",
             ) from None
 
-    async def _heard_within(self, seconds: float) -> dict[str, Any]:
+    async def _heard_within(self, supervision: Supervision, seconds: float) -> dict[str, Any]:
         """Return the starting supervisor's next message. Raises StartFailed if none comes."""
         try:
             # Not asyncio.timeout: the run deadline's must not be taken for this one.
-            return await asyncio.wait_for(self._next_message(), seconds)
+            return await asyncio.wait_for(supervision.next_message(), seconds)
         except TimeoutError:
             last = next(reversed(self.timings), "start")
             raise StartFailed(
@@ -459,89 +415,10 @@ class SandboxProvisioner(KernelProvisionerBase):
             "hb_port": heartbeat,
         }
 
-    # -- control socket ------------------------------------------------------------------------
-
-    async def _tell(self, op: str, **fields: object) -> None:
-        if self._sock is None:
-            return
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await asyncio.get_running_loop().sock_sendall(
-                    self._sock, wire.encode({"op": op, **fields})
-                )
-
-    async def _next_message(self) -> dict[str, Any]:
-        """Return the next message; end of file comes as ``gone``."""
-        assert self._sock is not None
-        while not self._inbox:
-            try:
-                data = await asyncio.get_running_loop().sock_recv(self._sock, 65536)
-            except OSError:
-                data = b""
-            if not self._feed(data):
-                return {"op": "gone"}
-        return self._inbox.pop(0)
-
-    def _feed(self, data: bytes) -> bool:
-        """Take bytes of the supervisor; False at its end."""
-        if not data:
-            self._lost()
-            return False
-        try:
-            messages = self._reader.feed(data)
-        except WireError:
-            self._lost()
-            return False
-        for message in messages:
-            if message.get("op") == "ended":
-                self.ended = message
-            elif message.get("op") == "memory_warning":
-                self.memory_warning = message
-                self.log.warning(
-                    "The memory of sandbox %s is at %s of %s bytes.",
-                    self.session_id,
-                    message.get("held_bytes"),
-                    message.get("limit_bytes"),
-                )
-            elif message.get("op") == "gone" and isinstance(told := message.get("unsaved"), dict):
-                # The receipt's file could not be written: this is all that there is of it.
-                self.receipt = told
-                self.log.error("The receipt of the sandbox could not be stored on this host.")
-            self._inbox.append(message)
-        return True
-
-    def _lost(self) -> None:
-        if self.ended is None:
-            end = ENDS[Reason.GUEST_LOST]
-            self.ended = {
-                "reason": Reason.GUEST_LOST.value,
-                "class": end.kind,
-                "message": end.text.format(how="its supervisor is gone"),
-                "exit_status": end.exit_status,
-                "status": None,
-            }
-
-    def _drain(self) -> None:
-        """Read what has arrived without waiting: sync managers run no loop between calls."""
-        if self._sock is None:
-            return
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                try:
-                    data = self._sock.recv(65536)
-                except BlockingIOError:
-                    raise
-                except OSError:
-                    data = b""
-                if not self._feed(data):
-                    return
-
     # -- end -----------------------------------------------------------------------------------
 
     async def _abandon(self) -> None:
         """Free all after a failed or cancelled launch, also while being cancelled."""
-        if self._process is None:
-            return
         closing = asyncio.ensure_future(self._close())
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.shield(closing)
@@ -553,48 +430,16 @@ class SandboxProvisioner(KernelProvisionerBase):
         if self._automatic:
             self._autorestart.start_failed(error)
 
+    async def _tell(self, op: str, **fields: object) -> None:
+        if self._supervision is not None:
+            await self._supervision.tell(op, **fields)
+
     async def _close(self) -> None:
-        await self._tell("close")
-        await self._wait_gone()
-
-    async def _wait_gone(self) -> None:
-        """Wait for the supervisor's end; kill it if it hangs, and sweep what it left then."""
-        process = self._process
-        assert process is not None
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                while process.poll() is None:
-                    self._drain()
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            # The guest dies with its supervisor (spec B).
-            process.send_signal(signal.SIGKILL)
-            await _in_thread(process.wait)
-        self._drain()
-        if process.returncode != 0:
-            await _in_thread(partial(sweep, self._dirs))
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-        self._process = None
-        self._load_receipt()
-
-    def _load_receipt(self) -> None:
+        supervision = self._supervision
+        if supervision is None or supervision.process is None:
+            return
+        await supervision.close(self._dirs)
+        self.receipt = supervision.unsaved
         with contextlib.suppress(OSError, ValueError):
             path = self._dirs.receipts / f"{self.session_id}.json"
             self.receipt = json.loads(path.read_text())
-
-
-async def _in_thread(function: Callable[[], _T]) -> _T:
-    """Run a blocking function in a thread of its own and return what it returns.
-
-    Not ``asyncio.to_thread``: in a forked worker (a process pool that executes notebooks) the loop
-    of jupyter_core's sync managers is a copy, and so is its executor, whose threads are not: the
-    call would wait for ever. Polled, for the copy shares its wake-up socket with the parent's.
-    """
-    pool = ThreadPoolExecutor(max_workers=1)
-    future = pool.submit(function)
-    pool.shutdown(wait=False)
-    while not future.done():
-        await asyncio.sleep(0.002)
-    return future.result()
