@@ -153,31 +153,24 @@ def test_a_guest_that_is_to_stay_dead_is_dead_until_a_person_restarts_it(
     asyncio.run(body())
 
 
-def test_what_a_person_restarted_is_restarted_automatically_again() -> None:
-    """The tries that were taken from the restarter come back."""
+def test_a_run_deadline_is_not_followed_by_a_restart_but_by_a_persons() -> None:
+    """A fresh guest would have the same clock, on which nothing is left; a person's has its own.
+
+    The tries that were taken from the restarter for it come back.
+    """
 
     async def body() -> None:
-        async with served(run_deadline=6, cell_deadline=6) as box:
-            await box.until("dead")
-            await box.manager.restart_kernel(now=True)
-            await box.client.wait_for_ready(timeout=60)
-            session = str(box.provisioner.session_id)
-            await box.run(CRASH)
-            await box.until("dead", "restart")
-            await box.replaced(session)
-
-    asyncio.run(body())
-
-
-def test_a_run_deadline_is_not_followed_by_a_restart() -> None:
-    """A fresh guest would have the same clock, on which nothing is left."""
-
-    async def body() -> None:
-        async with served(run_deadline=5, cell_deadline=5) as box:
+        async with served(run_deadline=20, cell_deadline=20) as box:
             session = box.provisioner.session_id
             await box.until("dead")
             assert box.gave_up()
             assert box.provisioner.session_id == session
+            await box.manager.restart_kernel(now=True)
+            await box.client.wait_for_ready(timeout=60)
+            session = box.provisioner.session_id
+            await box.run(CRASH)
+            await box.until("dead", "restart")
+            await box.replaced(str(session))
 
     asyncio.run(body())
 
