@@ -117,11 +117,11 @@ def test_queued_cells_do_not_count_and_all_hear_of_the_end() -> None:
 
 def test_run_deadline_ends_a_busy_and_an_idle_session() -> None:
     async def body() -> None:
-        async with sandbox(run_deadline=6, cell_deadline=6) as box:
+        async with sandbox(run_deadline=12, cell_deadline=12) as box:
             result = await box.run("while True: pass")
             assert "DeadlineExceeded" in result.error
             assert (await ending(box))["exit_status"] == 4
-        async with sandbox(run_deadline=4, cell_deadline=4) as box:
+        async with sandbox(run_deadline=12, cell_deadline=12) as box:
             assert (await ending(box))["reason"] == "RunDeadlineExceeded"
             late = await box.run("1")
             assert late.error.startswith("RunDeadlineExceeded"), "answered while it lingers"
