@@ -32,10 +32,41 @@ CLIENT_BOUND_S = 10.0
 BARRIER_BOUND_S = 40.0
 ATTEMPTS = 20
 _LOOK_S = 0.0003
+_HEAR_S = 0.02
+# Barriers that no message tells of: they are looked for, as often as a processor allows.
+_SEEN = frozenset(
+    {
+        *("spawned", "recorded", "socket directory", "staging directory", "staged copy"),
+        *("guest sockets", "client sockets", "launcher", "bubblewrap", "process 1", "cgroup"),
+        *("cgroup entered", "export staging", "exported", "cgroup gone", "receipt"),
+    }
+)
 
 
 class Missed(Exception):
     """The event passed, or the victim was gone, before the kill: the session proves nothing."""
+
+
+@dataclass
+class Figures:
+    """What is counted and measured of all trials."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    missed: int = 0
+    late: int = 0
+    left: int = 0
+    slowest_client_s: float = 0.0
+    slowest_end_s: float = 0.0
+
+    def __add__(self, other: Figures) -> Figures:
+        return Figures(
+            self.kills + other.kills,
+            self.missed + other.missed,
+            self.late + other.late,
+            self.left + other.left,
+            max(self.slowest_client_s, other.slowest_client_s),
+            max(self.slowest_end_s, other.slowest_end_s),
+        )
 
 
 @dataclass
@@ -46,18 +77,14 @@ class Lab:
     environment: dict[str, str]
     directory: Path
     context: ForkServerContext
-    kills: Counter[str] = field(default_factory=Counter)
-    missed: int = 0
-    late: int = 0
-    left: int = 0
-    slowest_client_s: float = 0.0
-    slowest_end_s: float = 0.0
+    figures: Figures = field(default_factory=Figures)
 
     @classmethod
     def open(cls, dirs: StateDirs, environment: dict[str, str], directory: Path) -> Lab:
-        """Start the fork server: it imports the client once, so that each costs a fork."""
+        """Start the fork server: it imports the product once, so that a client costs a fork."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["actor"])
+        # By a name that is found without our own search path, which the fork server has not.
+        context.set_forkserver_preload(["kernel_provisioner.provisioner"])
         # Now, so that it does not inherit what a test puts into the environment.
         forkserver.ensure_running()
         database = directory / "source.sqlite"
@@ -87,10 +114,10 @@ class Lab:
                 trial.meet(kill)
             except Missed as missed:
                 seen = missed
-                self.missed += 1
+                self.figures.missed += 1
                 trial.let_go()
                 continue
-            self.kills["+".join(kill.victims)] += 1
+            self.figures.kills["+".join(kill.victims)] += 1
             trial.judge(kill)
             return
         raise AssertionError(f"{kill} was not met in {ATTEMPTS} sessions; the last one: {seen}")
@@ -112,6 +139,7 @@ class Trial:
         self.told: dict[str, object] = {}
         self.sessions: set[str] = set()
         self._recorded: set[str] = set()
+        self._seen: set[ProcessIdentity] = set()
         self.socket_dirs: set[Path] = set()
         self._exports = Path(part.destination).parent
         self._finished = False
@@ -158,6 +186,7 @@ class Trial:
             if path.suffix == ".json" and (record := read_record(path)) is not None:
                 self.sessions.add(record.session)
                 self._recorded.add(record.session)
+                self._seen.add(record.supervisor)
                 self.socket_dirs.add(record.socket_dir)
 
     def _supervisor(self) -> int | None:
@@ -223,6 +252,7 @@ class Trial:
                 return any(
                     (lab.dirs.receipts / f"{session}.json").exists() for session in self.sessions
                 )
+        assert event not in _SEEN
         return event in self._events
 
     def meet(self, kill: Kill) -> None:
@@ -245,8 +275,9 @@ class Trial:
     def wait_for(self, event: str) -> None:
         """Wait until the event has come. Raises Missed if the session ends without it."""
         deadline = time.monotonic() + BARRIER_BOUND_S
+        patience = _LOOK_S if event in _SEEN else _HEAR_S
         while True:
-            self._listen(_LOOK_S)
+            self._listen(patience)
             self._look()
             if self._met(event):
                 break
@@ -272,17 +303,17 @@ class Trial:
 
     def judge(self, kill: Kill) -> None:
         """Compare what is left and told with the promise; the whole of it goes into the error."""
-        lab = self._lab
+        lab, figures = self._lab, self._lab.figures
         wrong: list[str] = []
         owner_hit = Victim.CLIENT in kill.victims or Victim.SUPERVISOR in kill.victims
         by = self._killed_at + NO_PROCESS_AFTER_S
         late = observe.gone_by(by, self._all if owner_hit else self._guest)
-        lab.slowest_end_s = max(lab.slowest_end_s, time.monotonic() - self._killed_at)
+        figures.slowest_end_s = max(figures.slowest_end_s, time.monotonic() - self._killed_at)
         if Victim.CLIENT not in kill.victims:
             wrong += self._judge_client()
         late += observe.gone_by(max(by, time.monotonic() + NO_PROCESS_AFTER_S), self._all)
         if late:
-            lab.late += 1
+            figures.late += 1
         for process in dict.fromkeys(late):
             wrong.append(f"still runs: {process.pid} {observe.command(process.pid)[:80]!r}")
             # The next trial is not to suffer from this one.
@@ -294,7 +325,7 @@ class Trial:
         left = observe.residue(lab.dirs, self.sessions, self.socket_dirs, self._exports)
         left += [f"mount {point}" for point in observe.mounts() - self._mounts]
         if left:
-            lab.left += 1
+            figures.left += 1
             wrong += [f"left after a sweep: {path}" for path in left]
         for session in recorded:
             wrong += self._judge_receipt(session)
@@ -303,7 +334,9 @@ class Trial:
 
     def _all(self) -> list[ProcessIdentity]:
         self._look()
-        return [*observe.marked(self._lab.environment["HOME"]), *self._guest()]
+        self._seen |= {*observe.marked(self._lab.environment["HOME"]), *self._guest()}
+        # One that is about to be gone has no environment any more, and is still there for a sweep.
+        return [found for found in self._seen if is_running(found)]
 
     def _guest(self) -> list[ProcessIdentity]:
         return [found for session in self.sessions for found in observe.members(session)]
@@ -314,7 +347,8 @@ class Trial:
         while not self._finished and time.monotonic() < deadline:
             self._listen(0.05)
         took = time.monotonic() - self._killed_at
-        self._lab.slowest_client_s = max(self._lab.slowest_client_s, took)
+        figures = self._lab.figures
+        figures.slowest_client_s = max(figures.slowest_client_s, took)
         if not self._finished:
             return [f"the client hangs after {CLIENT_BOUND_S:g} s; it reported {self._events}"]
         self._process.join(CLIENT_BOUND_S)
@@ -342,6 +376,8 @@ class Trial:
         self.close()
         assert not late
         if not self._disturbed:
+            # A start that is refused again and again must not pass as a barrier that was missed.
+            assert "code" not in self.told, self.told
             assert lines == []
         assert not observe.residue(self._lab.dirs, self.sessions, self.socket_dirs, self._exports)
 
