@@ -29,6 +29,7 @@ def preload() -> None:
     """Import what the kernel will need and put prebuilt caches in place; runs no user code."""
     sys.path.insert(0, SITE_DIR)
     lazy.install()
+    import interrupts
     import ipykernel.ipkernel
     import ipykernel.kernelapp
     import ipykernel.zmqshell
@@ -36,7 +37,7 @@ def preload() -> None:
     from backintel import _duckdb
 
     # Kept in sys.modules; the names are of no use here.
-    del IPython, ipykernel
+    del IPython, interrupts, ipykernel
     # Python was started isolated, so sitecustomize did not do it.
     _duckdb.install_hook()
     _copy_matplotlib_cache()
@@ -111,6 +112,7 @@ def _make_app(listeners: Mapping[str, int]) -> Any:
 
 
 def _configure(connection: Mapping[str, Any]) -> Any:
+    from interrupts import SandboxKernel
     from traitlets.config import Config
 
     config = Config()
@@ -120,6 +122,7 @@ def _configure(connection: Mapping[str, Any]) -> Any:
     config.Session.signature_scheme = connection["signature_scheme"]
     config.IPKernelApp.transport = "ipc"
     config.IPKernelApp.parent_handle = 0
+    config.IPKernelApp.kernel_class = SandboxKernel
     config.IPKernelApp.outstream_class = "backintel._outstream.BoundedOutStream"
     for port, channel in enumerate(CHANNELS, start=1):
         setattr(config.IPKernelApp, f"{channel}_port", port)

@@ -235,11 +235,14 @@ class Supervisor:
         self._end_of_guest(guest_exit)
 
     def _end_of_guest(self, guest_exit: GuestExit) -> None:
-        """Find the reason; out of memory only with the kernel's own count of kills (spec G4)."""
+        """Find the reason; out of memory only with the kernel's own count of kills (spec G4).
+
+        And only if that rose just now: it may have been a child's, whose end the kernel survived.
+        """
         sample = self._telemetry.take() if self._telemetry else None
         status = guest_exit.status
         killed = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
-        if killed and sample is not None and sample.oom_kills > 0:
+        if killed and sample is not None and self._telemetry and self._telemetry.oom_lately:
             self._end(
                 Reason.OUT_OF_MEMORY,
                 status=status,

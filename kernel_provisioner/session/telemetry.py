@@ -7,11 +7,15 @@ decides when a person is warned of the memory limit, once for each guest (spec D
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from kernel_provisioner.engines.base import Guest, Sample
 
 INTERVAL_S = 1.0
+OOM_EVIDENCE_S = 3.0
+"""How long after a kill for memory the end of the kernel may be that kill's: a process of some GiB
+takes a while to die. Later, the kill was another process's."""
 WATCHFUL_S = 0.1
 """The interval from half of the limit on, until the warning: a cell fills the rest in moments."""
 WARN_SHARE = 0.9
@@ -51,6 +55,13 @@ class Telemetry:
         self._warn = warn
         self.latest: Sample | None = None
         self.peak_bytes = 0
+        self._oom_kills = 0
+        self._oom_seen_at = -OOM_EVIDENCE_S
+
+    @property
+    def oom_lately(self) -> bool:
+        """Whether the kernel counted a kill for this guest's limit just now (colabtools#3070)."""
+        return time.monotonic() - self._oom_seen_at < OOM_EVIDENCE_S
 
     def take(self) -> Sample | None:
         """Sample now; None (and the last figures stay) when the guest's accounting is gone."""
@@ -59,6 +70,9 @@ class Telemetry:
         except OSError:
             return None
         self.latest = sample
+        if sample.oom_kills > self._oom_kills:
+            self._oom_kills = sample.oom_kills
+            self._oom_seen_at = time.monotonic()
         self.peak_bytes = max(self.peak_bytes, sample.peak_memory_bytes, sample.memory_bytes)
         if self._watch.due(sample):
             self._warn(sample)
