@@ -147,6 +147,7 @@ def test_no_dns(guest: LiveGuest) -> None:
 
 
 def test_host_loopback_is_out_of_reach(guest: LiveGuest) -> None:
+    """libkrun#860: the guest's loopback is not the host's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         text = guest.check(
@@ -234,6 +235,7 @@ def test_raw_sockets(guest: LiveGuest) -> None:
 
 
 def test_two_guests_do_not_see_each_other(start: Starter) -> None:
+    """libkrun#818, libkrun#819: two guests share no loopback and no bind."""
     first, second = start(), start()
     first.check("import socket; s = socket.create_server(('127.0.0.1', 4567))")
     first.check("a = socket.socket(socket.AF_UNIX); a.bind('\\0both'); a.listen()")

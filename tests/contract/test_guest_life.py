@@ -292,7 +292,7 @@ def test_stopped_supervisor_does_not_keep_leftovers_alive(start: Starter) -> Non
 
 
 def test_a_failed_start_leaves_nothing(engine: str, tmp_path: Path) -> None:
-    """The image has no Python: bubblewrap starts and its command does not."""
+    """smolvm#582: The image has no Python: bubblewrap starts and its command does not."""
     for name in ("usr/bin", "etc", "opt/backintel"):
         (tmp_path / "root" / name).mkdir(parents=True)
     tmp_path.chmod(0o755)
@@ -340,6 +340,7 @@ def test_a_guest_that_breaks_is_quoted(engine: str, tmp_path: Path) -> None:
 
 
 def test_a_guest_that_says_nothing_is_given_up(engine: str, tmp_path: Path) -> None:
+    """nbval#133: a guest that does not come up is given up in its phase."""
     code = _changed_guest(
         tmp_path, "init.py", "    os.umask(0o022)", "    import time; time.sleep(600)"
     )
@@ -389,6 +390,7 @@ def test_input_completion_and_subshell(start: Starter) -> None:
 
 
 def test_debugger_answers(start: Starter) -> None:
+    """libkrun#510: the debugger, which connects over loopback, works."""
     live = start()
     client = live.client
     request = client.session.msg(

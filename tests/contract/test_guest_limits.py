@@ -177,6 +177,7 @@ _ALLOCATE = {
 
 @pytest.mark.parametrize("kind", sorted(_ALLOCATE))
 def test_3_gib_end_in_oom_with_evidence(start: Starter, kind: str) -> None:
+    """dockerspawner#196: one guest's end for memory harms neither this process nor the next guest."""
     bystander = start()
     live = start()
     live.send(_ALLOCATE[kind])
@@ -242,6 +243,7 @@ def test_no_core_dump(start: Starter) -> None:
 
 
 def test_multiprocessing_and_shared_memory(guest: LiveGuest) -> None:
+    """pytorch#5040: multiprocessing works in the /dev/shm that is given."""
     text = guest.check(
         """
         import multiprocessing, numpy

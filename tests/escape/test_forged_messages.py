@@ -65,6 +65,7 @@ def test_a_reply_before_its_time_leaves_the_run_deadline() -> None:
 
 @pytest.mark.parametrize("status", [137, 143, 134])
 def test_an_exit_status_like_a_signals_is_not_out_of_memory(status: int) -> None:
+    """colabtools#3070: out of memory is not claimed for a status that only looks like it."""
     result, reason, _ = _lie(f"os._exit({status})")
     assert reason == Reason.KERNEL_CRASHED
     assert result.error.startswith("KernelCrashed")

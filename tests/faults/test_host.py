@@ -185,6 +185,8 @@ def test_a_deadline_that_passed_while_the_supervisor_was_stopped_fires_when_it_g
 
 
 def test_a_supervisor_that_stops_while_it_starts_fails_the_start() -> None:
+    """nbval#133: each phase has a budget of its own, and the error names the phase."""
+
     def stop(name: str, _: float) -> None:
         if name == "verified":
             process = manager.provisioner._process
@@ -247,7 +249,7 @@ def test_two_sweeps_at_once(lab: Lab, dirs: StateDirs) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_20_sandboxes_at_once(dirs: StateDirs) -> None:
-    """Cases 2, 28: all alive, each with its own variables; the death of one is its own."""
+    """dockerspawner#196: all alive, each with its own variables; the death of one is its own."""
 
     async def body() -> None:
         gate = asyncio.Semaphore(AT_A_TIME)

@@ -23,6 +23,6 @@ def test_a_schedule_is_reproducible_and_covers_every_pair_before_it_repeats_one(
 
 
 def test_kill(crew: Crew, kill: Kill) -> None:
-    """2i2c infrastructure#3427: whoever is killed, the end has a reason in receipt and client."""
+    """enterprise_gateway#672, smolvm#582: whoever is killed, nothing is left but a reason."""
     if problem := crew.problem(kill):
         pytest.fail(problem, pytrace=False)

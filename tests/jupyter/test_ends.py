@@ -65,6 +65,8 @@ def test_cell_deadline_cancels_with_the_reason_in_the_cell() -> None:
 
 
 def test_cell_deadline_with_interrupt_says_why_and_keeps_variables() -> None:
+    """nbval#41: the next cell runs after one that was interrupted at its deadline."""
+
     async def body() -> None:
         async with sandbox(cell_deadline=2, on_deadline="interrupt") as box:
             await box.run("x = 41")
@@ -77,7 +79,7 @@ def test_cell_deadline_with_interrupt_says_why_and_keeps_variables() -> None:
 
 
 def test_a_call_that_holds_the_gil_is_killed_after_the_grace() -> None:
-    """Cases 15: no cooperation of the guest is needed."""
+    """smolvm#684: no cooperation of the guest is needed."""
 
     async def body() -> None:
         settings = {"cell_deadline": 2, "on_deadline": "interrupt", "grace": 1}
@@ -101,6 +103,8 @@ def test_a_call_that_holds_the_gil_is_killed_after_the_grace() -> None:
 
 
 def test_queued_cells_do_not_count_and_all_hear_of_the_end() -> None:
+    """nbval#41: cells behind one that is cancelled do not wait for ever."""
+
     async def body() -> None:
         async with sandbox(profile="analysis", cell_deadline=3) as box:
             quick = [box.client.execute("import time; time.sleep(1.2)") for _ in range(4)]
@@ -169,6 +173,8 @@ def test_the_41st_cell_is_refused_and_the_guest_lives() -> None:
     ],
 )
 def test_a_death_has_its_reason_in_the_cell(code: str, reason: str, status: int) -> None:
+    """2i2c infrastructure#3427: a kill has its reason, with limit and peak where it was memory."""
+
     async def body() -> None:
         async with sandbox(profile="benchmark") as box:
             result = await box.run(code)
@@ -220,7 +226,7 @@ def test_a_guest_that_kills_all_it_can_is_the_users_doing(orphans: int) -> None:
 
 
 def test_a_flood_of_output_is_cut_with_a_notice_and_the_reply_arrives() -> None:
-    """Spec H3: 64 MiB of stream text a cell; the notice is visible, the final reply not lost."""
+    """notebook#2287: 64 MiB of stream text a cell, a visible notice, no final reply lost."""
 
     async def body() -> None:
         async with sandbox(grace=2) as box:
@@ -319,7 +325,7 @@ asyncio.run(body())
 
 
 def test_sigkill_of_the_client_ends_the_session_as_client_gone() -> None:
-    """Case 25: kernels do not outlive their server."""
+    """enterprise_gateway#672, code-interpreter#278: kernels do not outlive their server."""
     code = CLIENT.format(path=str(Path(__file__).parent))
     client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert client.stdout is not None

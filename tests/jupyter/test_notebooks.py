@@ -184,6 +184,7 @@ def test_flights_completes_with_the_required_artifacts(flights: Run) -> None:
 def test_notebooks_print_no_warning_not_even_at_the_first_plot(
     name: str, request: pytest.FixtureRequest
 ) -> None:
+    """matplotlib#32246: the cache is warm and writable, so the first plot is silent."""
     outputs = list(request.getfixturevalue(name).outputs())
     assert [output.text for output in outputs if output.output_type == "stream"] == []
     assert any("image/png" in output.get("data", {}) for output in outputs)
@@ -557,6 +558,7 @@ def test_helper_saves_each_kind_of_object(helper: Run) -> None:
 
 
 def test_helper_refuses_without_a_trace(helper: Run) -> None:
+    """Kaleido#80: what needs a browser is refused at once."""
     messages = helper.load("messages.json")
     assert "needs a browser" in messages.pop("plotly")
     assert "call .collect() first" in messages.pop("lazy")
@@ -571,6 +573,7 @@ def test_nothing_is_printed_on_the_way(helper: Run) -> None:
 
 
 def test_libraries_are_told_the_truth(helper: Run) -> None:
+    """duckdb#19879, duckdb#15080: memory, threads and a private directory for what is spilled."""
     facts = helper.load("facts.json")
     limits = facts["limits"]
     assert (limits["profile"], limits["cpus"], limits["network"]) == ("analysis", 2, False)
@@ -586,6 +589,7 @@ def test_libraries_are_told_the_truth(helper: Run) -> None:
 
 
 def test_pip_in_the_sandbox_fails_within_a_second(helper: Run) -> None:
+    """offline pip install: fails in a second, names the policy and what is there."""
     status, message, seconds, module_status = helper.load("facts.json")["pip"]
     assert status == 1
     assert "BackIntel sandbox policy: nothing is installed" in message

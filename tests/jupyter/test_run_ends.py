@@ -110,6 +110,7 @@ def test_nohup_is_heard(tmp_path: Path) -> None:
 
 
 def test_a_killed_supervisor_is_the_infrastructures_failure(tmp_path: Path) -> None:
+    """nbclient#88, papermill#125: the run ends with its reason instead of hanging."""
     with running(tmp_path) as (child, record):
         os.kill(record.supervisor.pid, signal.SIGKILL)
         report = _report(child)

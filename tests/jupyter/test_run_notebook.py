@@ -109,10 +109,14 @@ def test_an_interrupted_cell_is_a_deadline_too(bench: Bench) -> None:
 
 
 def test_a_run_deadline_ends_the_run(bench: Bench) -> None:
-    bench.write("import time\nfor _ in range(60): time.sleep(1)")
+    """nbclient#212: the whole notebook has a deadline, and what it printed until then is saved."""
+    sleep = "import time\nfor _ in range(60): time.sleep(1)"
+    bench.write("print('first')", "print('second', flush=True)\n" + sleep, "print('no')")
     run = bench.run("--run-deadline", "7")
     assert run.status == 4
     assert run.errors == ["RunDeadlineExceeded"]
+    assert [cell.outputs[0].text for cell in run.cells[:2]] == ["first\n", "second\n"]
+    assert run.cells[2].outputs == []
 
 
 def test_a_kernel_that_kills_itself_is_the_notebooks_failure(bench: Bench) -> None:

@@ -65,6 +65,8 @@ def test_interrupt_reaches_a_child_process() -> None:
 
 
 def test_restart_is_a_new_guest_at_the_same_sockets() -> None:
+    """jupyter_server#481: a restart changes no endpoint."""
+
     async def body() -> None:
         async with sandbox() as box:
             await box.run("x = 1; open('/workspace/note', 'w').write('old')")
@@ -98,6 +100,8 @@ def test_orderly_shutdown_is_no_crash() -> None:
 
 
 def test_input_is_answered() -> None:
+    """nbconvert#288: with a person there, input() works."""
+
     async def body() -> None:
         async with sandbox() as box:
             box.client.allow_stdin = True
@@ -159,6 +163,8 @@ def test_subshell_runs_beside_a_busy_cell() -> None:
 
 
 def test_20000_displays_with_a_stalled_subscriber_arrive_with_the_final_idle() -> None:
+    """papermill#426: the final messages of a flood are never lost."""
+
     async def body() -> None:
         async with sandbox() as box:
             msg_id = box.client.execute(

@@ -102,10 +102,12 @@ def test_a_held_lock_is_seen_from_another_process(dirs: StateDirs) -> None:
 def test_the_remedy_fits_what_forbids_user_namespaces(
     settings: dict[str, str], remedy: str
 ) -> None:
+    """bubblewrap#632: Ubuntu 24.04's restriction is named with its remedy."""
     assert remedy in doctor.namespace_remedy(settings)
 
 
 def test_the_apparmor_remedy_does_not_open_the_host() -> None:
+    """bubblewrap#632: what is advised allows bubblewrap and weakens nothing else."""
     remedy = doctor.namespace_remedy({"apparmor_restrict_unprivileged_userns": "1"})
     assert "leave the restriction on" in remedy
 

@@ -182,6 +182,8 @@ V2_MOUNTS = "30 20 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw
 def test_own_cgroup_limit(
     membership: str, mounts: str, files: dict[str, str], limit: int | None
 ) -> None:
+    """snekbox#83: a guest is admitted within the limit of the group that we run in ourselves."""
+
     def read(path: Path) -> str:
         return files.get(str(path.relative_to("/sys/fs/cgroup")), "")
 

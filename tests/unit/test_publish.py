@@ -77,6 +77,7 @@ def test_files_digests_modes_and_owner(out: Path) -> None:
 
 
 def test_files_belong_to_the_user_who_exports(out: Path) -> None:
+    """docker-stacks#2093: exported files belong to the user."""
     artifacts = as_user(lambda: run(tars.tree(FILES), out / "artifacts"))
     assert len(artifacts) == 3
     expected = UID if os.geteuid() == 0 else os.geteuid()
@@ -122,6 +123,8 @@ def test_stream_of_gnu_tar(out: Path, form: str) -> None:
 
 
 def test_gnu_tar_of_every_forbidden_thing(out: Path) -> None:
+    """ray#63696, sos#4460: links and all else that is no regular file refuse the export."""
+
     def link(path: Path) -> None:
         path.symlink_to("/etc/passwd")
 

@@ -76,6 +76,7 @@ def test_a_pid_with_another_start_time_is_not_the_process() -> None:
 
 
 def test_a_zombie_counts_as_gone() -> None:
+    """SmolVM#189: a zombie still answers kill(pid, 0)."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     identity = ProcessIdentity(process.pid, 0)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -136,6 +136,7 @@ def test_json_error_of_the_program_is_quoted_without_the_rest() -> None:
 
 
 def test_missing_kvm_device_has_its_own_remedy(tmp_path: Path) -> None:
+    """/dev/kvm absent: no SIGABRT, but a name and a remedy."""
     with pytest.raises(EngineUnavailable, match="does not exist") as caught:
         host.check_kvm(tmp_path / "kvm")
     assert "firmware" in caught.value.remedy
@@ -149,6 +150,7 @@ def test_file_in_place_of_the_kvm_device_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_kvm_device_without_permission_has_its_own_remedy() -> None:
+    """/dev/kvm that the user may not open, as before a new membership is that of the login."""
     device = Path(f"/dev/shm/backintel-test-kvm-{os.getpid()}")
     os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(10, 232))
     try:

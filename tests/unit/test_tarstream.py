@@ -260,6 +260,7 @@ def test_budget_is_checked_before_anything_is_read() -> None:
     ],
 )
 def test_duplicates_and_clashes(names: list[str], reason: str) -> None:
+    """ray#63696: no name twice, nor one that differs only in case or normalization."""
     stream = b"".join(tars.file(name.encode()) for name in names) + tars.END
     assert reason in refuse(stream)
 
