@@ -177,7 +177,7 @@ _ALLOCATE = {
 
 @pytest.mark.parametrize("kind", sorted(_ALLOCATE))
 def test_3_gib_end_in_oom_with_evidence(start: Starter, kind: str) -> None:
-    """dockerspawner#196: one guest's end for memory harms neither this process nor the next guest."""
+    """dockerspawner#196: one guest's end for memory harms neither this process nor another."""
     bystander = start()
     live = start()
     live.send(_ALLOCATE[kind])
