@@ -132,6 +132,8 @@ def test_after_a_death_no_cell_stays_busy_and_none_waits() -> None:
             answered = await replies(box, *queued, late)
             assert {content["ename"] for content in answered.values()} == {"KernelCrashed"}
             assert set(await last_states(box, late)) == {late}
+            async with asyncio.timeout(10):
+                assert await box.provisioner.wait() is not None
             assert await box.manager.is_alive() is False
 
     asyncio.run(body())
@@ -192,6 +194,8 @@ def test_an_ignored_interrupt_is_no_success(how: str) -> None:
             assert 2.9 < time.monotonic() - begun < 8
             assert result.error.startswith("CellDeadlineExceeded")
             assert result.reply["content"]["status"] == "error"
+            async with asyncio.timeout(10):
+                assert await box.provisioner.wait() is not None
             assert await box.manager.is_alive() is False
 
     asyncio.run(body())
