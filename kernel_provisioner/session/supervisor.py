@@ -68,6 +68,7 @@ class Supervisor:
         self._journal = opening.journal
         self._ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._exports: asyncio.Queue[Path | None] = asyncio.Queue()
+        self._owner_gone = asyncio.Event()
         self._monitor: SessionMonitor | None = None
         self._shutdown_asked = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -204,8 +205,7 @@ class Supervisor:
             except WireError:
                 message = None
             if message is None:
-                self._end(Reason.CLIENT_GONE)
-                self._exports.put_nowait(None)
+                self._owner_left()
                 return
             match message.get("op"):
                 case "signal":
@@ -220,6 +220,11 @@ class Supervisor:
                 case "export":
                     self._end(Reason.SHUTDOWN)
                     self._exports.put_nowait(Path(str(message.get("destination"))))
+
+    def _owner_left(self) -> None:
+        self._end(Reason.CLIENT_GONE)
+        self._owner_gone.set()
+        self._exports.put_nowait(None)
 
     def _client_signal(self, signum: object) -> None:
         if self._guest is None or not isinstance(signum, int):
@@ -273,8 +278,10 @@ class Supervisor:
             self._guest.kill()
         end = ENDS[ending.reason]
         if self._relay is not None:
-            await self._relay.fail_pending(
-                ending.reason.value, ending.message, timeout=NOTICE_TIMEOUT_S
+            await self._unless_owner_gone(
+                self._relay.fail_pending(
+                    ending.reason.value, ending.message, timeout=NOTICE_TIMEOUT_S
+                )
             )
         more: dict[str, Any] = {"at": ending.at}
         if ending.status is not None:
@@ -291,6 +298,18 @@ class Supervisor:
             }
         )
         await self._linger()
+
+    async def _unless_owner_gone(self, notices: Coroutine[Any, Any, object]) -> None:
+        """Deliver notices for as long as the owner is there: without it nobody reads them."""
+        delivery = asyncio.ensure_future(notices)
+        gone = asyncio.ensure_future(self._owner_gone.wait())
+        await asyncio.wait({delivery, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if delivery.done():
+            delivery.result()
+        else:
+            delivery.cancel()
+            await asyncio.wait({delivery})
 
     async def _linger(self) -> None:
         """Serve exports until the owner closes, is gone, or has had time enough."""
@@ -460,8 +479,7 @@ class Supervisor:
 
             def gone() -> None:
                 loop.remove_reader(fd)
-                self._end(Reason.CLIENT_GONE)
-                self._exports.put_nowait(None)
+                self._owner_left()
 
             loop.add_reader(fd, gone)
         loop.add_signal_handler(signal.SIGTERM, self._end, Reason.SHUTDOWN)
