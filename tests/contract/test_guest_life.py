@@ -390,7 +390,7 @@ def test_input_completion_and_subshell(start: Starter) -> None:
 
 
 def test_debugger_answers(start: Starter) -> None:
-    """libkrun#510: the debugger, which connects over loopback, works."""
+    """The debug adapter answers."""
     live = start()
     client = live.client
     request = client.session.msg(

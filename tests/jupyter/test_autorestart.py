@@ -106,6 +106,8 @@ async def served(**settings: Any) -> AsyncIterator[Served]:
 
 
 def test_after_a_deadline_a_fresh_guest_says_that_everything_is_gone() -> None:
+    """nbval#41: by policy a fresh guest takes the place of one past its deadline."""
+
     async def body() -> None:
         async with served(cell_deadline=2, on_deadline="cancel") as box:
             session = str(box.provisioner.session_id)
@@ -233,7 +235,7 @@ Breaking = Callable[[Served, Path, pytest.MonkeyPatch], None]
 def test_a_permanent_error_is_tried_once_and_told_as_dead(
     break_it: Breaking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cases 22: a doomed kernel is not started again and again."""
+    """vscode-jupyter#9587: a doomed kernel is not started again and again."""
     (tmp_path / "data").mkdir()
 
     async def body() -> None:

@@ -99,6 +99,8 @@ class Debugging:
 
 
 def test_a_cell_stops_at_a_breakpoint_is_inspected_and_goes_on() -> None:
+    """libkrun#510: the debugger, which connects over loopback, works."""
+
     async def body() -> None:
         async with sandbox() as box:
             debugging = Debugging(box)
