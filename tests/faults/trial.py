@@ -178,7 +178,9 @@ class Trial:
                 self.sessions.add(facts["session"])
                 self.socket_dirs.add(Path(facts["socket_dir"]))
             elif event in ("failed", "refused", "done"):
-                self.told = {**self.told, **facts}
+                # A restart that was refused said why; the end that follows knows nothing more.
+                known = {name: fact for name, fact in facts.items() if fact is not None}
+                self.told = {**self.told, **known}
 
     def _look(self) -> None:
         """Remember the session of each record that is there."""

@@ -68,7 +68,7 @@ def test_a_kill_for_memory_that_was_a_childs_is_not_the_kernels() -> None:
         async with sandbox(profile="interactive") as box:
             child = "import subprocess, sys\nbig = 'b = bytearray(3 << 30)'\n"
             child += "print(subprocess.run([sys.executable, '-c', big]).returncode)"
-            assert (await box.run(child)).text == "-9\n"
+            assert "-9\n" in (await box.run(child)).text
             later = "import os, time; time.sleep(5); os.kill(os.getpid(), 9)"
             result = await box.run(later)
             assert result.error.startswith("KernelCrashed"), "memory was long enough again"
