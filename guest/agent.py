@@ -11,6 +11,7 @@ from it carry ``attest``, ``ready``, ``failed``, ``sample`` or ``exited``.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import selectors
@@ -75,6 +76,7 @@ class Agent:
         self._uid = -1
         self._printed = bytearray()
         self._report = -1
+        self._targets = -1
         self._oom_before = _oom_kills()
         self._next_sample = time.monotonic() + _SAMPLE_S
 
@@ -132,7 +134,7 @@ class Agent:
                 go = {name: message[name] for name in ("connection", "environment")}
                 wire.send(self._init, go)
             case "signal":
-                self._signal(int(str(message["signum"])))
+                self._signal(int(str(message["signum"])), str(message["msg_id"]))
             case "kill":
                 self._kill()
 
@@ -148,16 +150,20 @@ class Agent:
         self._uid = plan["uid"]
         self._max_export = plan["max_export"]
         numbers = {name: sock.fileno() for name, sock in listeners.items()}
+        targets, self._targets = os.pipe()
+        os.set_blocking(self._targets, False)
         init = {
             "control": theirs.fileno(),
             "listeners": numbers,
+            "targets": targets,
             "rlimits": plan["rlimits"],
             "tmpfs": list(plan["tmpfs"]),
         }
         argv = [*plan["argv"], json.dumps(init, separators=(",", ":"))]
         self._first = enclosure.enclose(
-            {**plan, "argv": argv}, theirs, numbers, output_end, report_end
+            {**plan, "argv": argv}, theirs, [*numbers.values(), targets], output_end, report_end
         )
+        os.close(targets)
         for sock in listeners.values():
             sock.close()
         theirs.close()
@@ -211,9 +217,14 @@ class Agent:
             "time": time.time(),
         }
 
-    def _signal(self, signum: int) -> None:
+    def _signal(self, signum: int, msg_id: str) -> None:
         if self._kernel_fd < 0 or not self._first:
             return
+        if msg_id:
+            # A kernel that does not read them fills the pipe: then any request is interrupted.
+            with contextlib.suppress(OSError):
+                name = hashlib.sha256(msg_id.encode()).hexdigest()
+                os.write(self._targets, f"{name}\n".encode())
         try:
             # The pidfd first: while it answers, the number of the group cannot be another's.
             signal.pidfd_send_signal(self._kernel_fd, 0)

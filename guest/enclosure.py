@@ -82,7 +82,7 @@ def become_subreaper() -> None:
 def enclose(
     plan: Mapping[str, Any],
     control: socket.socket,
-    listeners: Mapping[str, int],
+    inherited: Sequence[int],
     output: int,
     report: int,
 ) -> int:
@@ -100,7 +100,7 @@ def enclose(
             first = os.fork()
             if first == 0:
                 os.close(writer)
-                _process_1(plan, control, listeners, output, report)
+                _process_1(plan, control, inherited, output, report)
             os.write(writer, str(first).encode())
         except OSError as error:
             os.write(report, f"fail {error}".encode())
@@ -116,14 +116,14 @@ def enclose(
 def _process_1(
     plan: Mapping[str, Any],
     control: socket.socket,
-    listeners: Mapping[str, int],
+    inherited: Sequence[int],
     output: int,
     report: int,
 ) -> None:
     """Build the root, start the kernel, reap until it ends. Never returns."""
     try:
         # The agent's own connections are none of the enclosure's business.
-        fds = {control.fileno(), output, *listeners.values()}
+        fds = {control.fileno(), output, *inherited}
         _close_others(fds | {0, 1, 2, report})
         os.setsid()
         os.umask(0o022)
@@ -132,7 +132,7 @@ def _process_1(
         socket.sethostname(plan["hostname"])
         kernel = os.fork()
         if kernel == 0:
-            _become_kernel(plan, control, listeners, output)
+            _become_kernel(plan, control, inherited, output)
         # What is open here must not keep the kernel's peers from seeing its end.
         for fd in fds:
             os.close(fd)
@@ -219,7 +219,7 @@ def _raise_loopback() -> None:
 
 
 def _become_kernel(
-    plan: Mapping[str, Any], control: socket.socket, listeners: Mapping[str, int], output: int
+    plan: Mapping[str, Any], control: socket.socket, inherited: Sequence[int], output: int
 ) -> None:
     """Give up everything and become ``plan["argv"]``. Never returns."""
     try:
@@ -228,7 +228,7 @@ def _become_kernel(
             file.write("0")
         os.setpriority(os.PRIO_PROCESS, 0, 0)
         os.chdir("/workspace")
-        keep = {control.fileno(), *listeners.values()}
+        keep = {control.fileno(), *inherited}
         for fd in keep:
             os.set_inheritable(fd, True)
         null = os.open("/dev/null", os.O_RDONLY)

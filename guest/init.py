@@ -45,7 +45,8 @@ def main() -> None:
     plan = json.loads(sys.argv[1])
     listeners: dict[str, int] = plan["listeners"]
     control = socket.socket(fileno=plan["control"])
-    close_strays({*listeners.values(), control.fileno()})
+    targets: int = plan["targets"]
+    close_strays({*listeners.values(), control.fileno(), targets})
     if os.getpgrp() != os.getpid():
         # The kernel leads its own group, so that an interrupt reaches its children but not the
         # sandbox's process 1.
@@ -57,14 +58,14 @@ def main() -> None:
     # What takes longest is done while the host compares the facts and checks the image.
     import kernel
 
-    kernel.preload()
+    kernel_class = kernel.preload()
     go = wire.receive(control)
     del sys.argv[1:]
     # User code must not find our modules under their short names.
     sys.path.remove(GUEST_DIR)
-    for name in ("attest", "kernel", "lazy", "limits", "wire"):
+    for name in ("attest", "interrupts", "kernel", "lazy", "limits", "wire"):
         del sys.modules[name]
-    kernel.run(go, listeners, control)
+    kernel.run(go, kernel_class, listeners, control, targets)
 
 
 main()

@@ -25,23 +25,27 @@ CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
 """Channel order; a channel's port is its index + 1 (the host's ``engines/base.py`` agrees)."""
 
 
-def preload() -> None:
-    """Import what the kernel will need and put prebuilt caches in place; runs no user code."""
+def preload() -> Any:
+    """Import what the kernel will need and put prebuilt caches in place; runs no user code.
+
+    Returns the kernel's class.
+    """
     sys.path.insert(0, SITE_DIR)
     lazy.install()
-    import interrupts
     import ipykernel.ipkernel
     import ipykernel.kernelapp
     import ipykernel.zmqshell
     import IPython.core.completer
     from backintel import _duckdb
+    from interrupts import SandboxKernel
 
     # Kept in sys.modules; the names are of no use here.
-    del IPython, interrupts, ipykernel
+    del IPython, ipykernel
     # Python was started isolated, so sitecustomize did not do it.
     _duckdb.install_hook()
     _copy_matplotlib_cache()
     os.makedirs(os.environ["BACKINTEL_DUCKDB_TEMP"], mode=0o700, exist_ok=True)
+    return SandboxKernel
 
 
 def _copy_matplotlib_cache() -> None:
@@ -111,8 +115,7 @@ def _make_app(listeners: Mapping[str, int]) -> Any:
     return SandboxKernelApp
 
 
-def _configure(connection: Mapping[str, Any]) -> Any:
-    from interrupts import SandboxKernel
+def _configure(connection: Mapping[str, Any], kernel_class: Any) -> Any:
     from traitlets.config import Config
 
     config = Config()
@@ -122,21 +125,30 @@ def _configure(connection: Mapping[str, Any]) -> Any:
     config.Session.signature_scheme = connection["signature_scheme"]
     config.IPKernelApp.transport = "ipc"
     config.IPKernelApp.parent_handle = 0
-    config.IPKernelApp.kernel_class = SandboxKernel
+    config.IPKernelApp.kernel_class = kernel_class
     config.IPKernelApp.outstream_class = "backintel._outstream.BoundedOutStream"
     for port, channel in enumerate(CHANNELS, start=1):
         setattr(config.IPKernelApp, f"{channel}_port", port)
     return config
 
 
-def run(go: Mapping[str, Any], listeners: Mapping[str, int], control: socket.socket) -> None:
+def run(
+    go: Mapping[str, Any],
+    kernel_class: Any,
+    listeners: Mapping[str, int],
+    control: socket.socket,
+    targets: int,
+) -> None:
     """Bind, say ``ready``, close the control connection and serve; returns when the kernel ends.
 
     ``go["connection"]`` holds key and signature scheme, ``go["environment"]`` the variables that
-    the owner named; ``listeners`` are the inherited descriptors by channel.
+    the owner named; ``listeners`` are the inherited descriptors by channel, and from ``targets``
+    come the message ids of the requests that interrupts are for.
     """
     os.environ.update(go["environment"])
-    app = _make_app(listeners).instance(config=_configure(go["connection"]))
+    os.set_blocking(targets, False)
+    kernel_class.targets = targets
+    app = _make_app(listeners).instance(config=_configure(go["connection"], kernel_class))
     app.initialize([])
     # As in a local kernel, modules in the working directory can be imported (-I left it out).
     sys.path.insert(0, "")

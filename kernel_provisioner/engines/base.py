@@ -122,8 +122,12 @@ class Guest(Protocol):
         Raises StartFailed with the phase and what the guest printed.
         """
 
-    def signal(self, signum: int) -> None:
-        """Send a signal to the kernel's process group. A dead guest is not an error."""
+    def signal(self, signum: int, msg_id: str = "") -> None:
+        """Send a signal to the kernel's process group. A dead guest is not an error.
+
+        With ``msg_id`` an interrupt is for that request only: the kernel ignores it when it has
+        gone on to another.
+        """
 
     async def wait(self) -> GuestExit:
         """Wait until the guest is gone."""

@@ -29,7 +29,7 @@ class SessionMonitor:
         started_at: float,
         *,
         end: Callable[..., None],
-        interrupt: Callable[[], None],
+        interrupt: Callable[[str], None],
     ) -> None:
         self._profile = profile
         self._end = end
@@ -186,7 +186,7 @@ class SessionMonitor:
                     f"{self._profile.cell_deadline_s:g} s and is interrupted; variables are kept "
                     f"if it stops within {self._profile.grace_s:g} s.",
                 )
-            self._interrupt()
+            self._interrupt(action.msg_id)
         else:
             seconds = (
                 self._profile.run_deadline_s

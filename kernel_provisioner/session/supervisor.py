@@ -194,9 +194,9 @@ class Supervisor:
     async def _send_warning(self, facts: dict[str, int]) -> None:
         await self._control.send("memory_warning", **facts)
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, msg_id: str) -> None:
         if self._guest is not None:
-            self._guest.signal(signal.SIGINT)
+            self._guest.signal(signal.SIGINT, msg_id)
 
     async def _read_control(self) -> None:
         while True:

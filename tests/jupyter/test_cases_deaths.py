@@ -236,20 +236,49 @@ def test_an_interrupt_lands_while_all_processors_are_busy() -> None:
     asyncio.run(body())
 
 
-def test_cells_that_end_as_their_deadline_comes_are_all_answered() -> None:
-    """Flowfile#595: an interrupt that comes too late takes away no reply and ends no session."""
+def test_a_deadlines_interrupt_hits_its_own_cell_or_none() -> None:
+    """Flowfile#595: one that comes too late takes away no reply, and spares the queued cell."""
 
     async def body() -> None:
-        async with sandbox(cell_deadline=1, on_deadline="interrupt", grace=2) as box:
-            for number in range(12):
+        async with sandbox(cell_deadline=1, on_deadline="interrupt", grace=5) as box:
+            late = "import time\nend = time.monotonic() + {}\nwhile time.monotonic() < end: pass"
+            follows = "import time\nfor _ in range(30): time.sleep(0.01)"
+            awaits = "import asyncio\nfor _ in range(30): await asyncio.sleep(0.01)"
+            for number in range(16):
                 # Around the moment at which the signal is sent: before, at, after.
-                code = f"import time\nend = time.monotonic() + {0.97 + 0.003 * number}\n"
-                code += "while time.monotonic() < end: pass"
-                cell = box.client.execute(code, stop_on_error=False)
-                content = (await replies(box, cell))[cell]
-                assert content["status"] == "ok" or content["ename"] == "KeyboardInterrupt"
+                code = late.format(0.97 + 0.003 * number)
+                first = box.client.execute(code, stop_on_error=False)
+                second = box.client.execute((follows, awaits)[number % 2], stop_on_error=False)
+                content = await replies(box, first, second)
+                assert content[first].get("ename", "KeyboardInterrupt") == "KeyboardInterrupt"
+                assert content[second]["status"] == "ok", content[second]
             assert (await box.run("print(number := 1)")).text == "1\n"
             assert await box.manager.is_alive() is True
+
+    asyncio.run(body())
+
+
+def test_a_person_interrupts_whatever_runs_after_a_deadline_did() -> None:
+    """Flowfile#595: what a deadline's interrupt was for does not stick to the next one."""
+
+    async def body() -> None:
+        async with sandbox(cell_deadline=2, on_deadline="interrupt", grace=5) as box:
+            deaf = (
+                "import signal, time\n"
+                "mine = signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+                "time.sleep(3)\n"
+                "signal.signal(signal.SIGINT, mine)"
+            )
+            assert (await box.run(deaf)).error == ""
+            for code in ("while True: pass", "import time\ntime.sleep(100)"):
+                marked = f"print('here', flush=True)\n{code}"
+                cell = box.client.execute(marked, stop_on_error=False)
+                while (await box.client.get_iopub_msg(timeout=30))["msg_type"] != "stream":
+                    pass
+                begun = time.monotonic()
+                await box.manager.interrupt_kernel()
+                assert (await replies(box, cell))[cell]["status"] == "error"
+                assert time.monotonic() - begun < 1.5, "the deadline ended it"
 
     asyncio.run(body())
 

@@ -46,7 +46,7 @@ def facts() -> dict[str, Any]:
         "umask": 0o22,
         "terminal": False,
         "namespaces": {"user": "user:[9]", "net": "net:[8]"},
-        "fds": {"0": "/dev/null", "1": "pipe", "2": "pipe"}
+        "fds": {"0": "/dev/null", "1": "pipe", "2": "pipe", "9": "pipe"}
         | {str(fd): "socket" for fd in range(3, 9)},
         "environment": [*environment("s1", PROFILE), "PWD"],
         "python": "3.11.2",
@@ -91,8 +91,9 @@ def mount(path: str, options: str) -> list[str]:
         (("cwd",), "/", "directory"),
         (("terminal",), True, "terminal"),
         (("namespaces", "net"), "net:[2]", "net namespace"),
-        (("fds", "9"), "/etc/passwd", "descriptors"),
-        (("fds", "9"), "socket", "sockets"),
+        (("fds", "10"), "/etc/passwd", "descriptors"),
+        (("fds", "10"), "pipe", "descriptors"),
+        (("fds", "10"), "socket", "sockets"),
         (("fds", "0"), "/dev/pts/0", "standard input"),
         (("fds", "2"), "/dev/pts/0", "standard error"),
         (("tmpfs", "/workspace", "bytes"), 1 << 40, "/workspace"),

@@ -22,6 +22,7 @@ FDS = Descriptors(
     seccomp=10,
     info=11,
     control=12,
+    targets=13,
     listeners={name: 20 + number for number, name in enumerate(CHANNELS)},
     etc={name: 30 + number for number, name in enumerate(command.ETC)},
 )
@@ -160,6 +161,7 @@ def test_guest_plan_is_json_with_the_descriptors() -> None:
     plan = json.loads(words[-1])
     assert plan["control"] == FDS.control
     assert plan["listeners"] == dict(FDS.listeners)
+    assert plan["targets"] == FDS.targets
     assert plan["rlimits"]["nproc"] == PROFILE.tasks
 
 

@@ -141,14 +141,11 @@ def _isolation(facts: Mapping[str, Any], own: Mapping[str, str]) -> Iterator[str
 
 
 def _inherited(facts: Mapping[str, Any], session: str, profile: Profile) -> Iterator[str]:
-    kinds = sorted(
-        kind for name, kind in facts["fds"].items() if int(name) > 2 and kind == "socket"
-    )
-    others = {
-        name: kind for name, kind in facts["fds"].items() if int(name) > 2 and kind != "socket"
-    }
-    yield from _differs("the inherited sockets", len(kinds), len(CHANNELS) + 1)
-    yield from _differs("other inherited descriptors", others, {})
+    kinds = [kind for name, kind in facts["fds"].items() if int(name) > 2]
+    others = [kind for kind in kinds if kind != "socket"]
+    yield from _differs("the inherited sockets", len(kinds) - len(others), len(CHANNELS) + 1)
+    # The pipe that names the requests which interrupts are for.
+    yield from _differs("the other inherited descriptors", others, ["pipe"])
     yield from _differs("standard input", facts["fds"]["0"], "/dev/null")
     yield from _differs("standard output", facts["fds"]["1"], "pipe")
     yield from _differs("standard error", facts["fds"]["2"], "pipe")

@@ -85,6 +85,7 @@ class Descriptors:
     seccomp: int
     info: int
     control: int
+    targets: int
     listeners: Mapping[str, int]
     etc: Mapping[str, int]
 
@@ -221,6 +222,7 @@ def guest_command(profile: Profile, fds: Descriptors) -> list[str]:
     """
     plan = {
         "control": fds.control,
+        "targets": fds.targets,
         "listeners": {name: fds.listeners[name] for name in CHANNELS},
         "rlimits": rlimits(profile),
         "tmpfs": list(tmpfs_mounts(profile)),

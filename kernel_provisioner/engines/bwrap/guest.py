@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import signal
 import socket
@@ -55,6 +56,7 @@ class Held:
     child_fd: int
     keeper: ProcessIdentity
     control: socket.socket
+    targets: int
     output: OutputTail
     read_only: frozenset[str]
     as_root: bool
@@ -208,10 +210,15 @@ class BwrapGuest:
         self._held.output.drain()
         return explain(self._held.output.text(), how, phase)
 
-    def signal(self, signum: int) -> None:
-        """Send a signal to the kernel's process group; a dead guest is not an error."""
+    def signal(self, signum: int, msg_id: str = "") -> None:
+        """See engines.base.Guest."""
         if self._kernel is None or self._kernel_fd is None or waiting.exited(self._kernel_fd):
             return
+        if msg_id:
+            # A guest that does not read them fills the pipe: then any request is interrupted.
+            with contextlib.suppress(OSError):
+                name = hashlib.sha256(msg_id.encode()).hexdigest()
+                os.write(self._held.targets, f"{name}\n".encode())
         try:
             # The kernel made itself the leader of this group. Its number cannot have been given
             # to another group: the pidfd says that the leader lives.
@@ -356,7 +363,13 @@ class BwrapGuest:
             os.waitpid(held.child.pid, os.WNOHANG)
         held.output.close()
         held.control.close()
-        for fd in (held.monitor_fd, held.child_fd, self._kernel_fd, self._artifacts_fd):
+        for fd in (
+            held.monitor_fd,
+            held.child_fd,
+            held.targets,
+            self._kernel_fd,
+            self._artifacts_fd,
+        ):
             if fd is not None:
                 os.close(fd)
         self._kernel_fd = self._artifacts_fd = None

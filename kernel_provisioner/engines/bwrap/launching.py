@@ -81,6 +81,7 @@ class Launched:
                 child_fd=child_fd,
                 keeper=self.keeper,
                 control=self.ends.control,
+                targets=self.ends.targets,
                 output=output,
                 read_only=self.read_only,
                 as_root=self.as_root,

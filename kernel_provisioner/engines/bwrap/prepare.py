@@ -34,8 +34,10 @@ class Ends:
     info: int
     output: int
     control: socket.socket
+    targets: int
+    """Where the message id of the request goes that the next interrupt is for."""
     unclaimed: ExitStack
-    """Undoes control and the bound sockets if the launch fails before they are owned."""
+    """Undoes control, targets and the bound sockets if the launch fails before they are owned."""
 
     def claimed(self) -> None:
         """Say that they have an owner now."""
@@ -71,12 +73,15 @@ def prepare(
     control.setblocking(False)
     control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     theirs.callback(guest_control.close)
+    targets_read, targets = _pipe(theirs, unclaimed)
+    os.set_blocking(targets, False)
     unclaimed.callback(remove_sockets, spec.socket_dir)
     listeners = {name: theirs.enter_context(sock) for name, sock in _listen(spec.socket_dir)}
     fds = command.Descriptors(
         seccomp=keep(_memfd("seccomp", seccomp.program())),
         info=info_write,
         control=guest_control.fileno(),
+        targets=targets_read,
         listeners={name: sock.fileno() for name, sock in listeners.items()},
         etc={name: keep(_memfd(name, text.encode())) for name, text in command.ETC.items()},
     )
@@ -92,6 +97,7 @@ def prepare(
             fds.seccomp,
             fds.info,
             fds.control,
+            fds.targets,
             *fds.listeners.values(),
             *fds.etc.values(),
             *bound_fds,
@@ -108,7 +114,7 @@ def prepare(
         if as_root
         else {},
     )
-    return launch, Ends(gate, errors, info, output, control, unclaimed)
+    return launch, Ends(gate, errors, info, output, control, targets, unclaimed)
 
 
 def _pipe(reader_owner: ExitStack, writer_owner: ExitStack) -> tuple[int, int]:

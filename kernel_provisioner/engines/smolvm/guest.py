@@ -240,10 +240,10 @@ class SmolvmGuest:
 
     # -- verbs ---------------------------------------------------------------------------------
 
-    def signal(self, signum: int) -> None:
-        """Send a signal to the kernel's process group; a dead guest is not an error."""
+    def signal(self, signum: int, msg_id: str = "") -> None:
+        """See engines.base.Guest."""
         if self._control is not None and not self._exit.done():
-            self._control.send({"op": "signal", "signum": signum})
+            self._control.send({"op": "signal", "signum": signum, "msg_id": msg_id})
 
     async def wait(self) -> GuestExit:
         """Wait until the kernel and all user code are gone."""
