@@ -27,7 +27,13 @@ from kernel_provisioner.artifacts.listing import judge
 from kernel_provisioner.artifacts.publish import publish
 from kernel_provisioner.artifacts.tarstream import ExportLimits
 from kernel_provisioner.engines.base import Guest
-from kernel_provisioner.errors import BackIntelError, NotRunning, UsageError, WireError
+from kernel_provisioner.errors import (
+    BackIntelError,
+    ExportRefused,
+    NotRunning,
+    UsageError,
+    WireError,
+)
 from kernel_provisioner.session.ask import DESK
 from kernel_provisioner.session.receipt import Receipt
 from kernel_provisioner.session.request import Start
@@ -145,7 +151,9 @@ class Desk:
             except BackIntelError as error:
                 answer, contents = {"error": error.as_dict()}, None
             except OSError as error:
-                failure = UsageError(f"it failed ({error.strerror}).")
+                failure = ExportRefused(
+                    f"the artifacts cannot be read ({error.strerror}).", remedy="try again."
+                )
                 answer, contents = {"error": failure.as_dict()}, None
             await _send(sock, answer, contents)
         except (OSError, WireError, TimeoutError):

@@ -6,7 +6,7 @@ Pure: it reads what the supervisor holds. The fields are those of ``Status`` in 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernel_provisioner.session.monitor import SessionMonitor
@@ -76,7 +76,7 @@ def describe(
     }
 
 
-def described_sources(sources: list[Mapping[str, str]]) -> list[dict[str, str]]:
+def described_sources(sources: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Return sources as people are shown them: all are read-only."""
     return [
         {
