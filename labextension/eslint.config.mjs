@@ -16,6 +16,8 @@ export default tseslint.config(
         'error',
         { allowNumber: true }
       ],
+      // Lumino's `connect(slot, this)` binds by its second argument.
+      '@typescript-eslint/unbound-method': 'off',
       curly: ['error', 'all'],
       eqeqeq: 'error'
     }
