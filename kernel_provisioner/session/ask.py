@@ -11,6 +11,7 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,15 +38,19 @@ class Reply:
 async def ask(socket_dir: Path, op: str, *, timeout: float, **fields: object) -> Reply:
     """Ask one question. Raises NotRunning, NoAnswer, and whatever the desk refuses with."""
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(QUESTION_TIMEOUT_S):
             sock = await _connect(socket_dir)
-            with sock:
+        with sock, closing(_Answers(sock)) as answers:
+            async with asyncio.timeout(QUESTION_TIMEOUT_S):
                 request = wire.encode({"op": op, **fields})
                 await asyncio.get_running_loop().sock_sendall(sock, request)
-                reply = await _receive(sock)
+                await answers.next()  # it was taken
+            async with asyncio.timeout(timeout):
+                message = await answers.next()
+            reply = Reply(message, answers.file())
     except TimeoutError:
         raise NoAnswer(
-            f"the sandbox's supervisor did not answer within {timeout:g} s.",
+            "the sandbox's supervisor did not answer in time.",
             remedy="try again; if it stays so, shut the kernel down.",
         ) from None
     except (OSError, WireError):
@@ -86,22 +91,35 @@ async def _connect(socket_dir: Path) -> socket.socket:
     return sock
 
 
-async def _receive(sock: socket.socket) -> Reply:
-    """Return the answer and the descriptor that came with it. Raises OSError, WireError."""
-    reader = wire.FrameReader()
-    received: list[int] = []
-    try:
-        while True:
-            await _readable(sock)
-            data, fds, _, _ = socket.recv_fds(sock, 65536, 1)
-            received += fds
+class _Answers:
+    """The frames that come back on one connection, and the descriptor beside the last of them."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = wire.FrameReader()
+        self._messages: list[dict[str, Any]] = []
+        self._fds: list[int] = []
+
+    async def next(self) -> dict[str, Any]:
+        """Return the next frame. Raises OSError, WireError."""
+        while not self._messages:
+            await _readable(self._sock)
+            data, fds, _, _ = socket.recv_fds(self._sock, 65536, 1)
+            self._fds += fds
             if not data:
                 raise WireError("the answer ended in the middle.")
-            if messages := reader.feed(data):
-                return Reply(messages[0], open(received.pop(), "rb") if received else None)
-    finally:
-        for fd in received:
+            self._messages += self._reader.feed(data)
+        return self._messages.pop(0)
+
+    def file(self) -> BinaryIO | None:
+        """Return what came beside the answer; the caller closes it."""
+        return open(self._fds.pop(), "rb") if self._fds else None
+
+    def close(self) -> None:
+        """Close what nobody took."""
+        for fd in self._fds:
             os.close(fd)
+        self._fds.clear()
 
 
 async def _readable(sock: socket.socket) -> None:

@@ -5,8 +5,9 @@ Jupyter server's pages and `backintel export` of another process ask in one way.
 session's 0700 directory, which no guest sees, and serves only processes of the owner's uid or
 root's. Nothing is done for a session that nobody asks about.
 
-One request a connection, one frame; one frame back, with a descriptor beside it where the answer
-has contents. ``events`` keeps the connection and gets each event as a frame.
+One request a connection, one frame; back come a frame that it was taken and one with the answer,
+with a descriptor beside it where the answer has contents. ``events`` keeps the connection and gets
+each event as a frame.
 """
 
 from __future__ import annotations
@@ -146,6 +147,8 @@ class Desk:
                 self._listeners.add(sock)
                 keep = True
                 return
+            # So that who asks can tell an export that takes its time from a stopped supervisor.
+            await _send(sock, {"taken": True}, None)
             try:
                 answer, contents = await self._answer(request)
             except BackIntelError as error:
