@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import configparser
 import email
+import json
 import subprocess
 import sys
 import tomllib
@@ -48,11 +49,20 @@ def test_it_is_pure_and_holds_every_module(wheel: zipfile.ZipFile, repository: P
     assert modules <= names
     assert "kernel_provisioner/py.typed" in names
     tops = {name.split("/")[0] for name in names}
-    assert tops == {
-        "kernel_provisioner",
-        f"backintel_sandbox-{kernel_provisioner.__version__}.dist-info",
-    }
+    product = f"backintel_sandbox-{kernel_provisioner.__version__}"
+    assert tops == {"kernel_provisioner", f"{product}.dist-info", f"{product}.data"}
     assert "py3-none-any" in _info(wheel, "WHEEL")
+
+
+def test_installing_it_enables_the_server_extension(wheel: zipfile.ZipFile) -> None:
+    name = (
+        f"backintel_sandbox-{kernel_provisioner.__version__}.data/data/etc/jupyter/"
+        "jupyter_server_config.d/backintel-sandbox.json"
+    )
+    enabled = json.loads(wheel.read(name))["ServerApp"]["jpserver_extensions"]
+    assert enabled == {"kernel_provisioner.lab": True}
+    data = {"kernel_provisioner/lab/openapi.yaml", "kernel_provisioner/lab/events/session.yaml"}
+    assert data <= set(wheel.namelist())
 
 
 def test_the_guest_code_ships_inside_the_package(wheel: zipfile.ZipFile, repository: Path) -> None:
