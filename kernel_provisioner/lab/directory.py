@@ -36,6 +36,8 @@ def destination(root: Path, body: Any, *, hidden: bool) -> tuple[str, Path]:
         raise UsageError(
             f"the directory {'/'.join(parts[:-1])!r} does not exist.", remedy="make it first."
         ) from None
-    if not parent.is_relative_to(top):
-        raise UsageError(f"{directory!r} leads out of the server's root directory.", remedy=_REMEDY)
+    if not parent.is_relative_to(top) or not parent.is_dir():
+        raise UsageError(
+            f"{directory!r} is not below a directory of the server's root.", remedy=_REMEDY
+        )
     return directory, parent / parts[-1]

@@ -7,12 +7,15 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from live_guest import LiveGuest, Starter, as_root, wait_gone
 
+from kernel_provisioner.engines.base import Guest
 from kernel_provisioner.engines.leftovers import members
-from kernel_provisioner.errors import FreezeRefused
+from kernel_provisioner.errors import ExportRefused, FreezeRefused
+from kernel_provisioner.session.snapshot import snapshot
 
 pytestmark = [
     pytest.mark.sandbox,
@@ -156,6 +159,36 @@ def test_sigkill_of_the_supervisor_ends_a_frozen_guest(engine: str) -> None:
     for group in groups:
         group.rmdir()
     shutil.rmtree(directory)
+
+
+class Stalled:
+    """A guest whose artifacts never come, as if the disk that takes them hung."""
+
+    def __init__(self, guest: Guest) -> None:
+        self.frozen = guest.frozen
+        reader, self.writer = os.pipe()
+        self.reader = os.fdopen(reader, "rb")
+
+    def artifacts(self) -> BinaryIO:
+        return self.reader
+
+
+def test_a_copy_that_takes_too_long_is_refused_and_the_guest_goes_on(
+    start: Starter, tmp_path: Path
+) -> None:
+    live = start()
+    stalled = Stalled(live.guest)
+
+    async def hold() -> None:
+        async with snapshot(stalled, tmp_path, 1 << 20):  # type: ignore[arg-type]
+            raise AssertionError("there was nothing to copy")
+
+    with pytest.raises(ExportRefused, match="nothing was published"):
+        live.loop.run_until_complete(hold())
+    os.close(stalled.writer)
+    assert not still(live)
+    assert live.run("print(1)").text == "1\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_freezer_nothing_is_read(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
