@@ -11,6 +11,9 @@ import type { SandboxTracker } from './tracker';
 
 /** A start that is quicker needs no words. */
 const PATIENCE_MS = 2_000;
+/** A notification stays at least this long: one that flashes tells nothing, and Lab cannot take
+ * back one that it has not drawn yet. */
+const SHOWN_MS = 1_500;
 
 export class Notifier {
   constructor(
@@ -102,8 +105,14 @@ export class Notifier {
     }
     const start: IStart = {
       phase,
+      shownAt: 0,
       timer: window.setTimeout(
         () => {
+          // As good as over.
+          if (start.phase === 'ready') {
+            return;
+          }
+          start.shownAt = Date.now();
           start.id = Notification.emit(
             this.startText(start.phase),
             'in-progress',
@@ -123,8 +132,14 @@ export class Notifier {
     const start = this.starts.get(model);
     if (start) {
       window.clearTimeout(start.timer);
-      if (start.id !== undefined) {
-        Notification.dismiss(start.id);
+      const { id } = start;
+      if (id !== undefined) {
+        window.setTimeout(
+          () => {
+            Notification.dismiss(id);
+          },
+          Math.max(0, start.shownAt + SHOWN_MS - Date.now())
+        );
       }
       this.starts.delete(model);
     }
@@ -151,5 +166,6 @@ export class Notifier {
 interface IStart {
   phase: string | null;
   timer: number;
+  shownAt: number;
   id?: string;
 }

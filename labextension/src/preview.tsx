@@ -2,10 +2,11 @@
  * Shows one artifact without trusting it: pictures as `img`, whose scripts never run; HTML in an
  * iframe with neither scripts nor an origin nor a network; everything else as text.
  */
-import { Dialog, ReactWidget, showDialog } from '@jupyterlab/apputils';
+import { ReactWidget } from '@jupyterlab/apputils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 import type { IContent } from './api';
+import { offer } from './dialog';
 import { MAX_ROWS, enclose, kindOf, table } from './inert';
 
 /** Show the artifact until the person closes it; true if a download was asked for. */
@@ -36,15 +37,7 @@ export async function preview(
     </div>
   );
   try {
-    const result = await showDialog({
-      title: name,
-      body,
-      buttons: [
-        Dialog.cancelButton({ label: trans.__('Close') }),
-        Dialog.okButton({ label: trans.__('Download') })
-      ]
-    });
-    return result.button.accept;
+    return await offer(name, body, trans);
   } finally {
     URL.revokeObjectURL(url);
   }

@@ -1,7 +1,8 @@
 /** The receipt as a dialog, and how digests are remembered. */
-import { Dialog, ReactWidget, showDialog } from '@jupyterlab/apputils';
+import { ReactWidget } from '@jupyterlab/apputils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
+import { offer } from './dialog';
 import type { IArtifact, IReceipt } from './types';
 
 /** Under which key the digest of an artifact is kept: another size or time is another content. */
@@ -10,21 +11,14 @@ export function digestKey(session: string, artifact: IArtifact): string {
 }
 
 /** Show a receipt as it is; true if a download was asked for. */
-export async function showReceipt(
+export function showReceipt(
   receipt: IReceipt,
   trans: TranslationBundle
 ): Promise<boolean> {
-  const result = await showDialog({
-    title: trans.__('Receipt of session %1', receipt.session),
-    body: ReactWidget.create(
-      <pre className="jp-SandboxReceipt" tabIndex={0}>
-        {JSON.stringify(receipt, null, 2)}
-      </pre>
-    ),
-    buttons: [
-      Dialog.cancelButton({ label: trans.__('Close') }),
-      Dialog.okButton({ label: trans.__('Download') })
-    ]
-  });
-  return result.button.accept;
+  const body = ReactWidget.create(
+    <pre className="jp-SandboxReceipt" tabIndex={0}>
+      {JSON.stringify(receipt, null, 2)}
+    </pre>
+  );
+  return offer(trans.__('Receipt of session %1', receipt.session), body, trans);
 }

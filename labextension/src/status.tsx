@@ -100,7 +100,7 @@ function StatusItem(props: {
     if (left !== null) {
       parts.push(['left', trans.__('%1 left', duration(left)), left < 60]);
     }
-    parts.push(['network', trans.__('No network'), false]);
+    parts.push(['network', trans.__('Offline'), false]);
   } else {
     const text = {
       starting: stageText(state, trans),
