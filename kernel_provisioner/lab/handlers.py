@@ -6,6 +6,7 @@ validated there and is still served so that no browser runs it.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
@@ -266,7 +267,10 @@ class SourcesHandler(SandboxHandler):
         """Say what a kernel would be given."""
         name = self.get_query_argument("kernel", KERNEL_NAME)[:256]
         try:
-            found = plans.plan(name, self.kernel_spec_manager, self.serverapp)
+            # In a thread: it looks at the sources, whose file system may be slow.
+            found = await asyncio.to_thread(
+                plans.plan, name, self.kernel_spec_manager, self.serverapp
+            )
         except BackIntelError as error:
             raise refused(error) from None
         self.finish(json.dumps(found))

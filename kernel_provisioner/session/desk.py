@@ -21,12 +21,9 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kernel_provisioner import wire
-from kernel_provisioner.artifacts.listing import judge
-from kernel_provisioner.artifacts.publish import publish
-from kernel_provisioner.artifacts.tarstream import ExportLimits
 from kernel_provisioner.engines.base import Guest
 from kernel_provisioner.errors import (
     BackIntelError,
@@ -38,7 +35,10 @@ from kernel_provisioner.errors import (
 from kernel_provisioner.session.ask import DESK
 from kernel_provisioner.session.receipt import Receipt
 from kernel_provisioner.session.request import Start
-from kernel_provisioner.session.snapshot import One, pick, snapshot
+
+if TYPE_CHECKING:
+    from kernel_provisioner.artifacts.tarstream import ExportLimits
+    from kernel_provisioner.session.snapshot import One
 
 EXPORT_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 4.0
@@ -70,7 +70,7 @@ class Desk:
         self._status = status
         self._guest = guest
         self._note_export = note_export
-        self._limits = ExportLimits(max_bytes=start.profile.artifacts_bytes)
+        self._max_bytes = start.profile.artifacts_bytes
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
@@ -173,11 +173,13 @@ class Desk:
             case "receipt":
                 return {}, _json_file(self._receipt.data)
             case "listing":
+                from kernel_provisioner.artifacts.listing import judge
+
                 entries = await asyncio.to_thread(self._living().listing)
                 found = {
                     "session": self._start.session,
-                    **judge(entries, self._limits).as_dict(),
-                    "limit_bytes": self._limits.max_bytes,
+                    **judge(entries, self._limits()).as_dict(),
+                    "limit_bytes": self._max_bytes,
                 }
                 return {}, _json_file(found)
             case "artifact":
@@ -187,6 +189,11 @@ class Desk:
                 return {}, _json_file(await self._export(Path(str(request.get("destination")))))
         raise UsageError("the desk does not know this request.")
 
+    def _limits(self) -> ExportLimits:
+        from kernel_provisioner.artifacts.tarstream import ExportLimits
+
+        return ExportLimits(max_bytes=self._max_bytes)
+
     def _living(self) -> Guest:
         guest = self._guest()
         if guest is None:
@@ -194,23 +201,29 @@ class Desk:
         return guest
 
     async def _one(self, name: str) -> One:
+        # Imported when it is asked for: a start does not wait for what most sessions never use.
+        from kernel_provisioner.session.snapshot import pick, snapshot
+
         scratch = self._start.dirs.state
         async with (
             self._one_snapshot,
-            snapshot(self._living(), scratch, self._limits.max_bytes) as taken,
+            snapshot(self._living(), scratch, self._max_bytes) as taken,
         ):
             return await asyncio.to_thread(
-                pick, taken.stream, name, scratch, self._limits, _export_deadline()
+                pick, taken.stream, name, scratch, self._limits(), _export_deadline()
             )
 
     async def _export(self, destination: Path) -> dict[str, Any]:
+        from kernel_provisioner.artifacts.publish import publish
+        from kernel_provisioner.session.snapshot import snapshot
+
         async with self._one_snapshot:
             guest = self._living()
             # A publication that is killed leaves its staging beside the destination.
             self._note_export(destination.parent)
-            async with snapshot(guest, self._start.dirs.state, self._limits.max_bytes) as taken:
+            async with snapshot(guest, self._start.dirs.state, self._max_bytes) as taken:
                 artifacts = await asyncio.to_thread(
-                    publish, taken.stream, destination, self._limits, deadline=_export_deadline()
+                    publish, taken.stream, destination, self._limits(), deadline=_export_deadline()
                 )
         listed = [artifact.as_dict() for artifact in artifacts]
         size = sum(artifact.size for artifact in artifacts)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +14,7 @@ import pytest
 from live_guest import LiveGuest, Starter, as_root, wait_gone
 
 from kernel_provisioner.engines.base import Guest
-from kernel_provisioner.engines.leftovers import members
+from kernel_provisioner.engines.leftovers import members, remove_leftovers
 from kernel_provisioner.errors import ExportRefused, FreezeRefused
 from kernel_provisioner.session.snapshot import snapshot
 
@@ -116,6 +117,39 @@ def test_a_frozen_guest_is_killed_at_once(start: Starter) -> None:
             return time.monotonic() - killed
 
     assert live.loop.run_until_complete(hold()) < 1.5
+
+
+def test_a_frozen_guest_whose_keeper_is_killed_ends(start: Starter) -> None:
+    live = start()
+    keeper = live.guest.leftovers.processes[2]
+
+    async def hold() -> float:
+        async with live.guest.frozen():
+            assert still(live)
+            killed = time.monotonic()
+            os.kill(keeper.pid, signal.SIGKILL)  # our own child, not yet reaped
+            assert (await live.guest.wait()).status is None
+            return time.monotonic() - killed
+
+    assert live.loop.run_until_complete(hold()) < 1.5
+
+
+def test_a_sweep_ends_what_is_frozen(start: Starter) -> None:
+    live = start()
+    left = live.guest.leftovers
+    inside = [pid for group in left.cgroups for pid in members(group)]
+    for group in left.cgroups:
+        for name, word in (("freezer.state", "FROZEN"), ("cgroup.freeze", "1")):
+            if (group / name).exists():
+                (group / name).write_text(word)
+    deadline = time.monotonic() + 2.0
+    while not still(live):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    # Who was killed with the supervisor cannot thaw: it is the recorded cgroups that are thawed.
+    groups_only = replace(left, processes=())
+    assert remove_leftovers(groups_only, live.spec.session, 2.0) == []
+    assert wait_gone(inside) == []
 
 
 def test_a_dead_guest_needs_no_freezing(start: Starter) -> None:
