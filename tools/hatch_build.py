@@ -1,7 +1,8 @@
-"""Build hook: the front end of JupyterLab goes into every wheel and sdist, already built.
+"""Build hook: a wheel carries the launcher's kernel and the front end of JupyterLab, already built.
 
-A wheel without it would install and show nothing, so a missing build is an error. An editable
-install of a checkout needs no Node: it carries the front end if it was built, else goes without.
+A wheel without the front end would install and show nothing, so a missing build is an error. An
+editable install of a checkout needs no Node: it carries the front end if it was built, else goes
+without. It leaves the kernel to `backintel kernel install`, whose file pip would replace.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+KERNEL = "share/jupyter/kernels/backintel-sandbox"
 BUILT = "build/labextension"
 TARGET = "share/jupyter/labextensions/@backintel/sandbox"
 
@@ -20,6 +22,8 @@ class FrontEndHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling. ``version`` is ``standard`` or ``editable``. Raises OSError."""
+        if self.target_name == "wheel" and version == "standard":
+            build_data["shared_data"]["kernel_provisioner/resources"] = KERNEL
         if not (Path(self.root) / BUILT / "package.json").is_file():
             if version == "editable":
                 return
