@@ -133,7 +133,7 @@ export class SandboxModel {
       this.refused(kernel, error);
       return;
     }
-    if (all) {
+    if (all && !document.hidden) {
       await Promise.all([
         this.refreshArtifacts(kernel),
         this.refreshReceipt(kernel)
@@ -164,13 +164,17 @@ export class SandboxModel {
   async restart(): Promise<void> {
     const { sessionContext } = this.notebook;
     const name = this.kernelName;
-    try {
-      await sessionContext.restartKernel();
-    } catch {
-      // The server forgets a kernel that died or that it did not start itself.
-      if (name !== null) {
-        await sessionContext.changeKernel({ name });
+    // A kernel that died may be forgotten by the server, and is after the server's own restart.
+    if (this.state.stage !== 'gone' && this.kernel !== null) {
+      try {
+        await sessionContext.restartKernel();
+        return;
+      } catch {
+        // A new one then.
       }
+    }
+    if (name !== null) {
+      await sessionContext.changeKernel({ name });
     }
   }
 

@@ -22,6 +22,9 @@ import { bytes, duration } from './text';
 import type { SandboxTracker } from './tracker';
 import type { IArtifact, IEndpoint, ISource } from './types';
 
+/** Of the height, by section: there is most to see of artifacts and limits. */
+const SHARES = [4, 5, 2, 2, 3];
+
 export interface IPanelOptions {
   tracker: SandboxTracker;
   commands: CommandRegistry;
@@ -76,11 +79,8 @@ export class SandboxPanel extends SidePanel {
         label: ''
       })
     );
-    const { content } = this;
-    if (content instanceof AccordionPanel) {
-      for (const index of [2, 3, 4]) {
-        content.collapse(index);
-      }
+    if (this.content instanceof AccordionPanel) {
+      this.content.setRelativeSizes([...SHARES]);
     }
   }
 
@@ -100,6 +100,8 @@ export class SandboxPanel extends SidePanel {
     const panel = new PanelWithToolbar();
     panel.addClass('jp-SandboxPanel-section');
     panel.title.label = label;
+    // It scrolls, also by keyboard.
+    panel.node.tabIndex = 0;
     panel.addWidget(
       this.view(model =>
         model ? (

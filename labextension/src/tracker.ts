@@ -14,6 +14,8 @@ import { EVENT_SCHEMA, IEvent } from './types';
 const BUSY_MS = 5_000;
 const IDLE_MS = 30_000;
 const SETTLE_MS = 250;
+/** The server measures memory each second: what a cell left is known after that. */
+const MEASURED_MS = 1_500;
 
 export interface IOccurrence {
   readonly model: SandboxModel;
@@ -157,12 +159,13 @@ export class SandboxTracker {
     this.overdue = true;
     if (!document.hidden) {
       void this.settled.invoke();
+      void this.measured.invoke();
     }
   }
 
   private again(): void {
     if (this.overdue) {
-      this.soon();
+      void this.settled.invoke();
     }
   }
 
@@ -194,10 +197,10 @@ export class SandboxTracker {
   private askedAt = 0;
   private _detailed = false;
   // Not through the poll, which asks nothing while it stands by.
-  private readonly settled = new Debouncer(
-    () => this.refresh().catch(() => undefined),
-    SETTLE_MS
-  );
+  private readonly ask = (): Promise<void> =>
+    this.refresh().catch(() => undefined);
+  private readonly settled = new Debouncer(this.ask, SETTLE_MS);
+  private readonly measured = new Debouncer(this.ask, MEASURED_MS);
   private readonly models = new Map<NotebookPanel, SandboxModel>();
   private readonly _changed = new Signal<this, void>(this);
   private readonly _occurred = new Signal<this, IOccurrence>(this);

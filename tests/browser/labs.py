@@ -153,6 +153,13 @@ class Lab:
             self._process.wait(STOP_S)
             self._reader.join(STOP_S)
 
+    def kill(self) -> None:
+        """Kill the server, as a crash does."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(STOP_S)
+        self._reader.join(STOP_S)
+
     @property
     def log(self) -> str:
         """What the server wrote, without the token."""
@@ -253,15 +260,8 @@ class Person:
         expect(self.panel).to_be_visible()
 
     def section(self, title: str) -> Locator:
-        """Return the body of an open section of the panel."""
+        """Return the body of a section of the panel."""
         return self.panel.get_by_role("region", name=f"{title} Section", exact=True)
-
-    def open_section(self, title: str) -> Locator:
-        """Unfold a section of the panel and return its body."""
-        self.panel.locator(".jp-AccordionPanel-title", has_text=title).click()
-        section = self.section(title)
-        expect(section).to_be_visible()
-        return section
 
 
 def person(browser: Browser, lab: Lab, **options: Any) -> Person:

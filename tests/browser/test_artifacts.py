@@ -116,7 +116,10 @@ def test_a_hostile_page_in_a_preview_runs_and_reaches_nothing(someone: Person, l
         f'<image href="{lab.url}/canary/in-svg" width="9" height="9"/>'
         '<rect width="300" height="200" fill="teal"/></svg>'
     )
-    make = f"open('/artifacts/bad.html','w').write({page})\nopen('/artifacts/bad.svg','w').write({picture})"
+    make = f"""
+open('/artifacts/bad.html', 'w').write({page})
+open('/artifacts/bad.svg', 'w').write({picture})
+"""
     reached: list[str] = []
 
     def canary(route: Route) -> None:
