@@ -6,6 +6,7 @@ import type { CommandRegistry } from '@lumino/commands';
 import { CommandIDs } from './commands';
 import type { SandboxModel } from './model';
 import { INotice, noticeOf } from './notices';
+import { isMemoryFull } from './state';
 import { clip, goneText, phaseText } from './text';
 import type { SandboxTracker } from './tracker';
 
@@ -30,7 +31,7 @@ export class Notifier {
       if (event.event !== 'exported' && event.event !== 'memory') {
         this.started(model);
       }
-      if (event.event === 'memory' && !this.enabled('memoryWarning')) {
+      if (event.event === 'memory' && !this.warns(event.session)) {
         return;
       }
       const limits = model.state.status?.limits ?? null;
@@ -38,6 +39,9 @@ export class Notifier {
       if (notice) {
         this.show(notice, model, event.session);
       }
+    });
+    tracker.changed.connect(() => {
+      this.look();
     });
     tracker.vanished.connect((_, model) => {
       const name = this.named(model);
@@ -53,6 +57,39 @@ export class Notifier {
         null
       );
     });
+  }
+
+  /** Warn by the figures too: the event may have come before this page was opened. */
+  private look(): void {
+    const model = this.tracker.current;
+    if (!model || !isMemoryFull(model.state)) {
+      return;
+    }
+    const { kernelId, session, status } = model.state;
+    const notice = noticeOf(
+      {
+        event: 'memory',
+        kernel_id: kernelId ?? '',
+        session,
+        used_bytes: status?.memory?.used_bytes ?? 0,
+        limit_bytes: status?.memory?.limit_bytes ?? 0
+      },
+      null,
+      null,
+      this.trans
+    );
+    if (notice && this.warns(session)) {
+      this.show(notice, model, session);
+    }
+  }
+
+  /** Whether a warning of memory is wanted and was not given yet in this session. */
+  private warns(session: string | null): boolean {
+    if (!this.enabled('memoryWarning') || this.warned.has(session)) {
+      return false;
+    }
+    this.warned.add(session);
+    return true;
   }
 
   private show(
@@ -160,6 +197,7 @@ export class Notifier {
     return this.settings?.get(name).composite !== false;
   }
 
+  private readonly warned = new Set<string | null>();
   private readonly starts = new Map<SandboxModel, IStart>();
 }
 

@@ -3,6 +3,7 @@ import {
   ISandbox,
   cellClock,
   isLive,
+  isMemoryFull,
   onBusy,
   onEvent,
   onMissing,
@@ -209,6 +210,20 @@ it('counts the time left down, and not below zero', () => {
   expect(runLeft(running(STATUS, 1000), 11_000)).toBe(90);
   expect(runLeft(running(STATUS, 1000), 999_000)).toBe(0);
   expect(runLeft(NO_SANDBOX, 0)).toBeNull();
+});
+
+it.each([
+  [899, false],
+  [900, true]
+])('calls %d of 1000 bytes full: %s', (used_bytes, full) => {
+  const memory = {
+    used_bytes,
+    limit_bytes: 1000,
+    peak_bytes: 900,
+    warned: false
+  };
+  expect(isMemoryFull(running({ ...STATUS, memory }))).toBe(full);
+  expect(isMemoryFull(NO_SANDBOX)).toBe(false);
 });
 
 it('takes memory from its warning', () => {

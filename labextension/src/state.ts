@@ -23,6 +23,8 @@ export interface ISandbox {
   readonly ended: IEnded | null;
 }
 
+const MEMORY_WARNING = 0.9;
+
 export const NO_SANDBOX: ISandbox = {
   stage: 'none',
   kernelId: null,
@@ -178,6 +180,16 @@ export function runLeft(state: ISandbox, now: number): number | null {
   return state.stage === 'running' && run
     ? Math.max(0, run.left_s - (now - state.statusAt) / 1000)
     : null;
+}
+
+/** Whether so much memory is in use that the end is near. */
+export function isMemoryFull(state: ISandbox): boolean {
+  const memory = state.status?.memory;
+  return (
+    state.stage === 'running' &&
+    !!memory &&
+    memory.used_bytes >= MEMORY_WARNING * memory.limit_bytes
+  );
 }
 
 /** Whether the sandbox may still change by itself. */

@@ -12,11 +12,9 @@ import {
 } from './facts';
 import { sandboxIcon } from './icon';
 import { Facts, useNow } from './parts';
-import { ISandbox, cellClock, runLeft } from './state';
+import { ISandbox, cellClock, isMemoryFull, runLeft } from './state';
 import { badge, duration } from './text';
 import type { SandboxTracker } from './tracker';
-
-const MEMORY_WARNING = 0.9;
 
 export class SandboxStatus extends ReactWidget {
   constructor(
@@ -91,8 +89,7 @@ function StatusItem(props: {
   if (state.stage === 'running') {
     parts.push(['badge', badge(state.status?.isolation ?? null, trans), false]);
     if (memory) {
-      const full = memory.used_bytes >= MEMORY_WARNING * memory.limit_bytes;
-      parts.push(['memory', memoryText(state), full]);
+      parts.push(['memory', memoryText(state), isMemoryFull(state)]);
     }
     if (cell) {
       parts.push(['cell', trans.__('Cell %1', cellText(cell, trans)), false]);
