@@ -15,6 +15,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "jupyter"))
 from sandboxes import remains
 from server import Server, jupyter_server, kernelspec
 
+SMALL = """
+[profiles.small]
+ram_mib = 512
+cpus = 1
+workspace_mib = 64
+artifacts_mib = 64
+temp_mib = 64
+cell_deadline = 120
+run_deadline = 900
+"""
+
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -33,6 +44,10 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )
     kernelspec(data, "bad-source", engine="bwrap", sources={"files": "/etc"})
     kernelspec(data, "hasty", engine="bwrap", cell_deadline=1, grace=5)
+    kernelspec(data, "small", engine="bwrap", profile="small")
+    config = home / "xdg" / "backintel"
+    config.mkdir(parents=True)
+    (config / "backintel.toml").write_text(SMALL)
     with jupyter_server(home) as server:
         yield server
 

@@ -54,7 +54,6 @@ def world(shared_server: Server) -> Iterator[World]:
     server.kernels.remove(running)  # not a single test's to stop
     asyncio.run(_run(server, running, FILES))
     config = shared_server.root.parent / "xdg" / "backintel"
-    config.mkdir(parents=True)
     yield World(server, running, ended, config)
     assert server.request("DELETE", f"api/kernels/{running}").status == 204
 
@@ -68,11 +67,12 @@ async def _run(server: Server, kernel: str, code: str) -> None:
 def broken(world: World) -> Iterator[None]:
     """The owner's configuration has a mistake meanwhile."""
     file = world.config / "backintel.toml"
+    right = file.read_text()
     file.write_text("nonsense = 1\n")
     try:
         yield
     finally:
-        file.unlink()
+        file.write_text(right)
 
 
 def refused(world: World, ask: Callable[[World], Answer]) -> Answer:

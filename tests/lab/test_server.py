@@ -404,3 +404,23 @@ def test_metrics_count_what_happens(server: Server) -> None:
     server.stop(kernel)
     after = {key: metric(server, name) for key, name in names.items()}
     assert {key: after[key] - before[key] for key in names} == dict.fromkeys(names, 1.0)
+
+
+def test_memory_that_nears_its_limit_is_told_before_it_ends(server: Server) -> None:
+    asyncio.run(_full(server))
+
+
+async def _full(server: Server) -> None:
+    async with server.events() as events:
+        kernel = await asyncio.to_thread(server.start, "small")
+        await events.until("ready")
+        async with server.channels(kernel) as channels:
+            await channels.run("held = b'x' * (440 << 20)")
+            warned = (await events.until("memory"))[-1]
+            assert warned["limit_bytes"] == 512 << 20
+            assert warned["used_bytes"] >= 0.9 * warned["limit_bytes"]
+            status = (await later(server.ours, kernel)).json
+            assert status["memory"]["warned"] is True
+            channels.send("more = b'x' * (200 << 20)")
+            ended = (await events.until("ended"))[-1]
+            assert (ended["reason"], ended["class"]) == ("OutOfMemory", "limit")
