@@ -174,6 +174,8 @@ export class SandboxModel {
       }
     }
     if (name !== null) {
+      // Else Lab would change the kernel of a session that the server does not know any more.
+      await sessionContext.sessionManager.refreshRunning();
       await sessionContext.changeKernel({ name });
     }
   }

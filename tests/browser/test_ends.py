@@ -67,11 +67,6 @@ def test_a_restarted_server_has_no_sandbox_to_go_on_with(
         someone.ready()
         someone.run(0)
         someone.show_panel()
-        # Lab's own word on a lost server lies over everything until it is closed.
-        lost = someone.page.locator(".jp-Dialog", has_text="Server Connection Error")
-        someone.page.add_locator_handler(
-            lost, lambda: lost.get_by_role("button", name="Close").click()
-        )
         server.kill()
         server.start()
         text = "The Jupyter server was restarted and the sandbox ended."
