@@ -12,10 +12,7 @@ FRONT_SOURCES := $(wildcard labextension/src/* labextension/style/* labextension
 	labextension/package.json labextension/yarn.lock labextension/tsconfig.json
 LAB := .data/lab
 # Test programs that start many processes must not depend on how the caller silences Python.
-unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
-
-# What is tested is what is there, not what a caller's Node tools were told.
-unexport NODE_OPTIONS
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME NODE_OPTIONS
 
 .PHONY: lab lab-build lab-wheel lab-images test-lab run test lint image data bench test-suites test-docs test-faults faults test-live-smolvm test-user user-lane format clean help
 .DEFAULT_GOAL := help
@@ -26,6 +23,7 @@ help:
 	@echo "make lab          JupyterLab with the kernel and the extension"
 	@echo "make lab-build    build the JupyterLab extension; downloads Node's packages"
 	@echo "make test-lab     lint, unit tests and browser tests of the extension (Chromium)"
+	@echo "make lab-images   take the pictures of docs/images anew"
 	@echo "make test-suites  programs and suites that others wrote; updates docs/compatibility.md"
 	@echo "make test-faults  kills at every phase, full disks, stopped processes; \`make faults\` for long"
 	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"

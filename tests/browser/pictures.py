@@ -31,8 +31,8 @@ def take(someone: Person, folder: Path, name: str) -> None:
     someone.page.screenshot(path=folder / f"{name}.png", animations="disabled", caret="hide")
 
 
-def work(browser: Browser, lab: Lab, folder: Path, suffix: str) -> None:
-    """The panel and the popup beside a running cell."""
+def work(browser: Browser, lab: Lab, folder: Path, *, dark: bool) -> None:
+    """The panel, the popup beside a running cell, and a preview; in the dark the popup is enough."""
     someone = person(browser, lab)
     someone.open(lab.notebook("flights.ipynb", KERNEL, SETUP, PLOT, WAIT))
     someone.ready()
@@ -44,16 +44,17 @@ def work(browser: Browser, lab: Lab, folder: Path, suffix: str) -> None:
     expect(someone.cell(1).locator(".jp-OutputArea img")).to_be_visible()
     someone.run(2)
     expect(someone.part("cell")).to_be_visible()
-    take(someone, folder, f"lab-panel{suffix}")
+    if not dark:
+        take(someone, folder, "lab-panel")
     someone.status.click()
     expect(someone.page.get_by_role("dialog", name="Sandbox")).to_be_visible()
-    take(someone, folder, f"lab-status{suffix}")
+    take(someone, folder, "lab-status-dark" if dark else "lab-status")
     someone.page.keyboard.press("Escape")
-    rows.get_by_role("button", name="delays.png", exact=True).click()
-    dialog = someone.page.locator(".jp-Dialog")
-    dialog.get_by_role("img", name="delays.png").evaluate("picture => picture.decode()")
-    take(someone, folder, f"lab-preview{suffix}")
-    dialog.get_by_role("button", name="Close").click()
+    if not dark:
+        rows.get_by_role("button", name="delays.png", exact=True).click()
+        picture = someone.page.get_by_role("dialog").get_by_role("img", name="delays.png")
+        picture.evaluate("picture => picture.decode()")
+        take(someone, folder, "lab-preview")
     someone.leave()
 
 
@@ -99,11 +100,11 @@ def main(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as home, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=flags)
         with Lab(Path(home) / "lab", kernels) as lab:
-            work(browser, lab, folder, "")
+            work(browser, lab, folder, dark=False)
             end(browser, lab, folder)
             seven(browser, lab, folder)
             lab.theme("JupyterLab Dark")
-            work(browser, lab, folder, "-dark")
+            work(browser, lab, folder, dark=True)
         browser.close()
 
 

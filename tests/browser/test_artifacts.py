@@ -6,8 +6,12 @@ import hashlib
 import json
 import re
 
+import pytest
 from labs import Lab, Person
 from playwright.sync_api import Route, expect
+
+# Several starts of sandboxes and pages, also on a loaded machine.
+pytestmark = pytest.mark.timeout(400)
 
 MAKE = r"""
 import matplotlib.pyplot as plt

@@ -6,8 +6,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from labs import SLOW_MS, Lab, Person
 from playwright.sync_api import expect
+
+# Several starts of sandboxes and pages, also on a loaded machine.
+pytestmark = pytest.mark.timeout(400)
 
 FOREVER = "while True: pass"
 

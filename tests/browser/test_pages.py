@@ -9,6 +9,9 @@ import pytest
 from labs import ROOT, SLOW_MS, Lab, Person
 from playwright.sync_api import Locator, expect
 
+# Several starts of sandboxes and pages, also on a loaded machine.
+pytestmark = pytest.mark.timeout(400)
+
 AXE = ROOT / "labextension/node_modules/axe-core/axe.min.js"
 HIDE = """hidden => {
     Object.defineProperty(document, 'hidden', {get: () => hidden, configurable: true});

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from labs import SLOW_MS, Lab, Person
 from playwright.sync_api import expect
+
+# Several starts of sandboxes and pages, also on a loaded machine.
+pytestmark = pytest.mark.timeout(400)
 
 PLOT = "import matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);"
 
