@@ -32,7 +32,7 @@ def take(someone: Person, folder: Path, name: str) -> None:
 
 
 def work(browser: Browser, lab: Lab, folder: Path, *, dark: bool) -> None:
-    """The panel, the popup beside a running cell, and a preview; in the dark the popup is enough."""
+    """The panel, the popup beside a running cell, a preview; in the dark the popup is enough."""
     someone = person(browser, lab)
     someone.open(lab.notebook("flights.ipynb", KERNEL, SETUP, PLOT, WAIT))
     someone.ready()
