@@ -6,15 +6,24 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLIGHTS := .data/flights
 OUT := out
+# The front end of JupyterLab, and an environment that has only the wheel, JupyterLab and Notebook.
+FRONT := build/labextension/package.json
+FRONT_SOURCES := $(wildcard labextension/src/* labextension/style/* labextension/schema/*) \
+	labextension/package.json labextension/yarn.lock labextension/tsconfig.json
+LAB := .data/lab
 # Test programs that start many processes must not depend on how the caller silences Python.
-unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME NODE_OPTIONS
 
-.PHONY: run test lint image data bench test-suites test-docs test-faults faults test-live-smolvm test-user user-lane format clean help
+.PHONY: lab lab-build lab-wheel lab-images test-lab run test lint image data bench test-suites test-docs test-faults faults test-live-smolvm test-user user-lane format clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run          run notebooks/flights.ipynb in a sandbox; results in $(OUT)/ (replaced)"
 	@echo "make test         lint and all tests of the product"
+	@echo "make lab          JupyterLab with the kernel and the extension"
+	@echo "make lab-build    build the JupyterLab extension; downloads Node's packages"
+	@echo "make test-lab     lint, unit tests and browser tests of the extension (Chromium)"
+	@echo "make lab-images   take the pictures of docs/images anew"
 	@echo "make test-suites  programs and suites that others wrote; updates docs/compatibility.md"
 	@echo "make test-faults  kills at every phase, full disks, stopped processes; \`make faults\` for long"
 	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"
@@ -43,8 +52,36 @@ run: $(STAMP) $(FLIGHTS)
 	@$(BIN)/backintel run notebooks/flights.ipynb --engine auto \
 		--source flights=$(FLIGHTS) --out $(OUT)
 
-test: lint image $(FLIGHTS)
+test: lint image $(FLIGHTS) $(FRONT)
 	$(BIN)/python -m pytest --durations=15
+	$(MAKE) --no-print-directory test-lab
+
+$(VENV)/.front: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
+		--editable '.[dev,front]'
+	@touch $@
+
+$(FRONT): $(VENV)/.front $(FRONT_SOURCES)
+	@tools/lab-build $(VENV)
+
+lab-build: $(FRONT)
+
+# Always anew: the wheel holds the Python code too.
+lab-wheel: $(FRONT)
+	@tools/lab-wheel $(VENV) $(LAB)
+
+lab: lab-wheel image
+	@$(LAB)/bin/jupyter lab --notebook-dir=notebooks
+
+test-lab: lab-wheel image
+	@tools/lab-chromium
+	tools/lab-build $(VENV) jlpm lint
+	tools/lab-build $(VENV) jlpm test
+	$(BIN)/python -m pytest tests/browser --durations=10
+
+lab-images: lab-wheel image
+	@tools/lab-chromium
+	$(BIN)/python tests/browser/pictures.py docs/images
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -87,5 +124,6 @@ bench: image
 	$(BIN)/python tests/bench/bench.py --update docs/benchmarks.md
 
 clean:
+	rm -rf -- labextension/node_modules labextension/lib labextension/build
 	rm -rf -- $(VENV) .data $(OUT) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf -- {} +

@@ -154,6 +154,19 @@ def resolve_settings(
     return Settings(engine, requested, profile, sources, guest_environment(environ, sources))
 
 
+def known_profiles(files: Sequence[Path] | None = None) -> dict[str, Profile]:
+    """Return all profiles that can be named, built in and of the configuration files.
+
+    Raises ConfigError.
+    """
+    paths = default_files(os.environ) if files is None else files
+    known: dict[str, Profile] = {}
+    for layer in reversed([_file_layer(path) for path in paths]):
+        known |= layer.profiles
+    known |= profiles.BUILTIN
+    return known
+
+
 def _engine(layers: Sequence[_Layer]) -> tuple[str, str]:
     engine = next((layer.engine for layer in layers if layer.engine), DEFAULT_ENGINE)
     return layers[0].engine_requested or engine, engine

@@ -92,6 +92,31 @@ class ExportRefused(BackIntelError):
     exit_status = EXIT_EXPORT_REFUSED
 
 
+class FreezeRefused(ExportRefused):
+    """The running guest cannot be made to stand still; its artifacts can leave at its end."""
+
+    code = "freeze_refused"
+
+
+class NotFound(UsageError):
+    """No artifact or session has this name."""
+
+    code = "not_found"
+
+
+class NotRunning(UsageError):
+    """There is no sandbox that could answer."""
+
+    code = "not_running"
+
+
+class NoAnswer(BackIntelError):
+    """The supervisor did not answer in time."""
+
+    code = "no_answer"
+    permanent = False
+
+
 class EngineUnavailable(BackIntelError):
     """The engine is not installed, not of this version, or cannot work on this host."""
 
@@ -166,6 +191,10 @@ ERRORS: dict[str, type[BackIntelError]] = {
         SourceRefused,
         OutputRefused,
         ExportRefused,
+        FreezeRefused,
+        NotFound,
+        NotRunning,
+        NoAnswer,
         EngineUnavailable,
         HostRefused,
         ImageMissing,

@@ -27,11 +27,12 @@ from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
 from traitlets import Any as AnyTrait
 from traitlets import Dict, Unicode
 
-from kernel_provisioner import wire
+from kernel_provisioner import observers, wire
 from kernel_provisioner.autorestart import Autorestart
 from kernel_provisioner.config import Settings, resolve_settings
 from kernel_provisioner.engines.base import CHANNELS
 from kernel_provisioner.errors import (
+    BackIntelError,
     DeadlineReached,
     ExportRefused,
     Reason,
@@ -50,6 +51,8 @@ START_SLACK_S = 5.0
 KILL_TIMEOUT_S = 4.0
 """How long a kill may take, waiting cells told included: jupyter_client waits 5 s afterwards."""
 EXPORT_TIMEOUT_S = 90.0
+
+_GIVEN_UP = StartFailed("the start was given up.", phase="start", remedy="start again.")
 
 
 class SandboxKernelManager(AsyncKernelManager):
@@ -114,6 +117,7 @@ class SandboxProvisioner(KernelProvisionerBase):
         self.session_id: str | None = None
         self.timings: dict[str, float] = {}
         self.receipt: dict[str, Any] | None = None
+        self.notebook: str | None = None
         self._dirs: StateDirs = state_dirs()
         self._socket_dir: Path | None = None
         self._supervision: Supervision | None = None
@@ -126,6 +130,11 @@ class SandboxProvisioner(KernelProvisionerBase):
         self.phase_timeout_s = PHASE_TIMEOUT_S
 
     # -- contract of jupyter_client ------------------------------------------------------------
+
+    @property
+    def desk(self) -> Path | None:
+        """The directory whose desk answers for the running session (``session/ask.py``)."""
+        return self._socket_dir if self._has_process and self._process is not None else None
 
     @property
     def ended(self) -> dict[str, Any] | None:
@@ -186,6 +195,8 @@ class SandboxProvisioner(KernelProvisionerBase):
         self._supervision = None
         self.receipt = None
         self.timings = {}
+        # For people only: Jupyter's word for which notebook asks. Nothing follows from it.
+        self.notebook = (kwargs.get("env") or {}).get("JPY_SESSION_NAME")
         try:
             self._supervision = Supervision(self.log)
             await self._supervision.start(self._request(previous))
@@ -194,11 +205,18 @@ class SandboxProvisioner(KernelProvisionerBase):
             await self._abandon()
             self._supervision = None  # no guest came up: its supervisor's end is none of one
             self._failed_to_start(error)
+            told = error if isinstance(error, BackIntelError) else _GIVEN_UP
+            observers.tell(self, "failed", told.as_dict())
             raise
         self._autorestart.started(automatic=self._automatic)
         self._has_process = True
         self.connection_info = self._connection_info()
         return self.connection_info
+
+    async def post_launch(self, **kwargs: Any) -> None:
+        """Called last in a start or restart: only now may a client ask for the next one."""
+        await super().post_launch(**kwargs)
+        observers.tell(self, "ready", {"seconds": self.timings.get("ready", 0.0)})
 
     async def poll(self) -> int | None:
         """None while the guest lives, else its exit status (1 where it left none)."""
@@ -251,7 +269,9 @@ class SandboxProvisioner(KernelProvisionerBase):
 
     async def cleanup(self, restart: bool = False) -> None:
         """Tear the session down; idempotent. Afterwards ``receipt`` holds the session's receipt."""
-        await self._close()
+        if self._process is not None:
+            await self._close()
+            observers.tell(self, "gone", {})
         self._has_process = False
         if not restart:
             self._socket_dir = None
@@ -299,6 +319,10 @@ class SandboxProvisioner(KernelProvisionerBase):
                         raise ExportRefused("the session ended before its artifacts were read.")
 
     # -- settings ------------------------------------------------------------------------------
+
+    def plan(self) -> Settings:
+        """Return what a start would use now. Raises what it would be refused with."""
+        return self._resolve()
 
     def _resolve(self) -> Settings:
         manager = self.parent if isinstance(self.parent, SandboxKernelManager) else None
@@ -399,6 +423,7 @@ class SandboxProvisioner(KernelProvisionerBase):
         on_phase = getattr(self.parent, "on_phase", None)
         if on_phase is not None:
             on_phase(name, seconds)
+        observers.tell(self, "phase", {"phase": name, "seconds": seconds})
 
     def _connection_info(self) -> KernelConnectionInfo:
         manager: Any = self.parent

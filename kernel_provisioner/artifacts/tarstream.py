@@ -189,6 +189,12 @@ def split_name(raw: bytes, *, depth: int = MAX_DEPTH) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def check_file_type(kind: bytes, name: bytes) -> None:
+    """Raise ExportRefused unless the type of an entry that is no directory is that of a file."""
+    if kind not in (b"0", b"\0"):
+        raise _refused(name, f"is {_TYPES.get(kind, f'of type {kind!r}')}, not a regular file")
+
+
 class TreeRules:
     """What was accepted so far, and whether the next entry may join it. No I/O."""
 
@@ -295,8 +301,7 @@ def read_members(reader: StreamReader, limits: ExportLimits) -> Iterator[Member]
             if path:
                 yield Member(path, "directory", 0, iter(()))
             continue
-        if kind not in (b"0", b"\0"):
-            raise _refused(name, f"is {_TYPES.get(kind, f'of type {kind!r}')}, not a regular file")
+        check_file_type(kind, name)
         if name.endswith(b"/"):
             raise _refused(name, "is a file with the name of a directory")
         path = split_name(name, depth=limits.depth)

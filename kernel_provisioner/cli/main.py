@@ -51,6 +51,7 @@ def build_parser() -> _Parser:
     _add_kernel(commands)
     sessions = _leaf(commands, "sessions", "sessions.sessions", "list running sandboxes")
     _add_json(sessions)
+    _add_export(commands)
     return parser
 
 
@@ -95,6 +96,17 @@ def _add_run(commands: Commands) -> None:
         help="set a variable after the cell tagged 'parameters'; V is JSON, else text",
     )
     _add_json(run)
+
+
+def _add_export(commands: Commands) -> None:
+    export = _leaf(
+        commands, "export", "export.export", "publish the artifacts of a sandbox that is running"
+    )
+    export.add_argument("session", metavar="SESSION", help="as `backintel sessions` shows it")
+    export.add_argument(
+        "--out", type=Path, metavar="DIR", required=True, help="a new or empty directory"
+    )
+    _add_json(export)
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:

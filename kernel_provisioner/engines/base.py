@@ -7,6 +7,7 @@ attests is compared with what was asked by the caller of ``wait_attested``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -98,6 +99,30 @@ class Leftovers:
     directories: tuple[Path, ...] = ()
 
 
+@dataclass(slots=True)
+class Hold:
+    """A guest that stands still. ``late`` and ``seconds`` (how long it stood) hold afterwards."""
+
+    deadline: float
+    """CLOCK_MONOTONIC seconds at which it goes on, whoever still reads."""
+    late: bool = False
+    """It went on by itself: what was read may be of two moments."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One entry below /artifacts as its file system says. Names are hostile bytes.
+
+    ``kind`` is the type that it has in the tar stream; ``mtime`` in seconds.
+    """
+
+    name: bytes
+    kind: bytes
+    size: int
+    mtime: float
+
+
 class Guest(Protocol):
     """One started guest. All methods are safe to call after it died."""
 
@@ -142,6 +167,19 @@ class Guest(Protocol):
         """Return /artifacts as an uncompressed tar stream, also after ``kill``.
 
         The stream is hostile. Raises StartFailed if the guest never came up.
+        """
+
+    def frozen(self) -> AbstractAsyncContextManager[Hold]:
+        """Make the guest stand still, for at most 2 s; a dead guest stands anyway.
+
+        Raises FreezeRefused if this host or engine cannot. One at a time.
+        """
+
+    def listing(self) -> Sequence[Listed]:
+        """Look at /artifacts without stopping the guest; bounded, the first entries by name.
+
+        Blocks. Raises StartFailed if there is no guest, OSError if it changes too quickly, and
+        FreezeRefused if the engine cannot look.
         """
 
     async def destroy(self, timeout: float) -> Sequence[str]:

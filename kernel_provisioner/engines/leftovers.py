@@ -29,6 +29,9 @@ def remove_leftovers(leftovers: Leftovers, session: str, timeout: float = 2.0) -
     """
     deadline = time.monotonic() + timeout
     left = []
+    for cgroup in leftovers.cgroups:
+        if _is_of(cgroup, session):
+            thaw(cgroup)  # on cgroup v1 what is frozen does not die
     for process in leftovers.processes:
         if not kill_and_wait(process, max(0.0, deadline - time.monotonic())):
             left.append(f"process {process.pid} could not be killed")
@@ -65,6 +68,18 @@ def remove_directory(directory: Path, session: str) -> list[str]:
     return [f"{directory} could not be removed ({reason})"]
 
 
+def thaw(cgroup: Path) -> None:
+    """Let a group go on that a killed supervisor or a kill finds frozen; else nothing happens."""
+    for name, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+        # Opened, not created: in a group without a freezer there is no such file.
+        with suppress(OSError):
+            fd = os.open(cgroup / name, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(fd, word.encode())
+            finally:
+                os.close(fd)
+
+
 def members(cgroup: Path) -> list[int]:
     """Return the processes of one control group; empty if it is gone."""
     try:
@@ -96,6 +111,7 @@ def remove_cgroup(cgroup: Path, deadline: float) -> bool:
         return False
     while True:
         kill_members(cgroup)
+        thaw(cgroup)
         try:
             cgroup.rmdir()
         except FileNotFoundError:

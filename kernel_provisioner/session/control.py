@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kernel_provisioner import wire
 from kernel_provisioner.errors import WireError
@@ -30,6 +30,8 @@ class Control:
         self._reader = reader
         self._ready = ready
         self._lock = asyncio.Lock()
+        self.overhear: Callable[[Mapping[str, object]], None] | None = None
+        """Is told each message that is sent: who looks at the session hears of its end too."""
 
     async def receive(self) -> dict[str, object] | None:
         """Return the next message, or None at end of file. Raises WireError."""
@@ -50,6 +52,8 @@ class Control:
 
     async def send_message(self, message: Mapping[str, object]) -> bool:
         """Send a message made elsewhere; see ``send``."""
+        if self.overhear is not None:
+            self.overhear(message)
         async with self._lock:
             try:
                 data = wire.encode(message)

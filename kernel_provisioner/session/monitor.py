@@ -15,6 +15,7 @@ from kernel_provisioner.session.relay import Forward, Refuse, Relay, Request
 from kernel_provisioner.session.watchdog import (
     Action,
     Interrupt,
+    Running,
     Watchdog,
     WatchdogLimits,
 )
@@ -30,10 +31,12 @@ class SessionMonitor:
         *,
         end: Callable[..., None],
         interrupt: Callable[[str], None],
+        late: Callable[[str], None],
     ) -> None:
         self._profile = profile
         self._end = end
         self._interrupt = interrupt
+        self._late = late
         self._relay: Relay | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._watchdog = Watchdog(
@@ -56,6 +59,10 @@ class SessionMonitor:
         self._failed = 0
         self._interrupted = 0
         self._output_limited = 0
+
+    def longest(self) -> Running | None:
+        """Return the request that has run longest of those that run now."""
+        return self._watchdog.longest(time.monotonic())
 
     def attach(self, relay: Relay) -> None:
         """Give the relay through which notices reach the cell."""
@@ -186,6 +193,7 @@ class SessionMonitor:
                     f"{self._profile.cell_deadline_s:g} s and is interrupted; variables are kept "
                     f"if it stops within {self._profile.grace_s:g} s.",
                 )
+                self._late(action.msg_id)
             self._interrupt(action.msg_id)
         else:
             seconds = (

@@ -48,6 +48,7 @@ class Receipt:
             "cpu_seconds": None,
             "relay": {},
             "artifacts": [],
+            "exports": [],
             "ended": None,
             "leftovers": [],
         }

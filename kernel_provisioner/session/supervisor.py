@@ -40,6 +40,7 @@ from kernel_provisioner.session.telemetry import Telemetry
 from kernel_provisioner.wire import FrameReader
 
 if TYPE_CHECKING:
+    from kernel_provisioner.session.desk import Desk
     from kernel_provisioner.session.monitor import SessionMonitor
     from kernel_provisioner.session.relay import Relay
 
@@ -70,6 +71,7 @@ class Supervisor:
         self._exports: asyncio.Queue[Path | None] = asyncio.Queue()
         self._owner_gone = asyncio.Event()
         self._monitor: SessionMonitor | None = None
+        self._desk: Desk | None = None
         self._shutdown_asked = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -129,7 +131,11 @@ class Supervisor:
         start = self._start_request
         assert self._guest is not None
         self._monitor = SessionMonitor(
-            start.profile, start.started_at, end=self._end, interrupt=self._interrupt
+            start.profile,
+            start.started_at,
+            end=self._end,
+            interrupt=self._interrupt,
+            late=self._tell_late,
         )
         self._relay = Relay(
             client_paths={
@@ -148,6 +154,22 @@ class Supervisor:
                 "its variables and files are gone."
             )
         await self._relay.start()
+        self._open_desk()
+
+    def _open_desk(self) -> None:
+        from kernel_provisioner.session.desk import Desk
+        from kernel_provisioner.session.status import describe
+
+        start = self._start_request
+        self._desk = Desk(
+            start,
+            self._receipt,
+            status=lambda: describe(start, self._receipt.data, self._telemetry, self._monitor),
+            guest=lambda: self._guest if self._telemetry else None,
+            note_export=self._journal.note_export,
+        )
+        self._desk.open()
+        self._control.overhear = self._desk.tell
 
     def _connection(self) -> dict[str, object]:
         start = self._start_request
@@ -176,6 +198,13 @@ class Supervisor:
         if not self._ending.done():
             message = ENDS[reason].text.format(**figures)
             self._ending.set_result(Ending(reason, message, status))
+
+    def _tell_late(self, msg_id: str) -> None:
+        seconds = self._start_request.profile.cell_deadline_s
+        self._spawn(self._send_late({"op": "deadline", "msg_id": msg_id, "seconds": seconds}))
+
+    async def _send_late(self, message: dict[str, object]) -> None:
+        await self._control.send_message(message)
 
     def _warn_of_memory(self, sample: Sample) -> None:
         """Tell the person, the owner and the receipt that the guest is near its limit, once."""
@@ -350,6 +379,8 @@ class Supervisor:
         """Remove all; what cannot be removed stays recorded for a sweep and in the receipt."""
         start = self._start_request
         failures: list[str] = []
+        if self._desk is not None:
+            failures += await self._desk.close()
         if self._relay is not None:
             await self._relay.close()
             self._receipt.update(relay=dict(self._relay.stats))

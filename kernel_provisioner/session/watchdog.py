@@ -61,6 +61,15 @@ class Cancel:
 Action = Interrupt | Cancel
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request whose clock runs, or is paused because it waits for a person."""
+
+    msg_id: str
+    elapsed_s: float
+    paused: bool
+
+
 @dataclass(slots=True)
 class _Work:
     """One forwarded request that has not replied. ``start`` is None while it queues."""
@@ -117,6 +126,20 @@ class Watchdog:
         if work is None or work.start is None:
             return None
         return max(0.0, self._clamp(now) - work.start - self._paused(work))
+
+    def longest(self, now: float) -> Running | None:
+        """Return the request whose clock has run longest; None if none runs."""
+        now = self._clamp(now)
+        running = [
+            Running(
+                work.msg_id,
+                max(0.0, now - work.start - self._paused(work)),
+                work.paused_since is not None,
+            )
+            for work in self._work.values()
+            if work.start is not None
+        ]
+        return max(running, key=lambda work: work.elapsed_s, default=None)
 
     def admit(self, msg_id: str, *, lane: str | None, counts: bool, now: float) -> Refuse | None:
         """Take a request that is about to be forwarded, or refuse it. A known id is not new."""

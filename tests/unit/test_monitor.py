@@ -25,7 +25,9 @@ def test_an_interrupt_that_fails_ends_the_session() -> None:
             ended.set_result(reason)
 
         profile = replace(BUILTIN["interactive"], cell_deadline_s=0.05)
-        monitor = SessionMonitor(profile, time.monotonic(), end=end, interrupt=interrupt)
+        monitor = SessionMonitor(
+            profile, time.monotonic(), end=end, interrupt=interrupt, late=lambda msg_id: None
+        )
         request = Request("shell", "1", "execute_request", None, False, 1)
         assert monitor.admit(request) == Forward()
         reason = await asyncio.wait_for(ended, 30)

@@ -1,14 +1,18 @@
 """The distribution: a wheel of this checkout holds what an installation needs, and only that.
 
-The wheel is built by the build backend itself, without network.
+The wheel is built by the build backend itself, without network; the front end of JupyterLab must
+have been built (`make lab-build`).
 """
 
 from __future__ import annotations
 
 import configparser
 import email
+import json
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -16,7 +20,11 @@ from pathlib import Path
 import pytest
 
 import kernel_provisioner
+from kernel_provisioner import kernelspec
 
+SHARE = f"backintel_sandbox-{kernel_provisioner.__version__}.data/data/share/jupyter"
+KERNEL = f"{SHARE}/kernels/{kernelspec.KERNEL_NAME}"
+EXTENSION = f"{SHARE}/labextensions/@backintel/sandbox"
 BUILD = (
     "import sys; from hatchling.build import build_wheel; "
     "print(build_wheel(sys.argv[1]), file=sys.stderr)"
@@ -48,11 +56,20 @@ def test_it_is_pure_and_holds_every_module(wheel: zipfile.ZipFile, repository: P
     assert modules <= names
     assert "kernel_provisioner/py.typed" in names
     tops = {name.split("/")[0] for name in names}
-    assert tops == {
-        "kernel_provisioner",
-        f"backintel_sandbox-{kernel_provisioner.__version__}.dist-info",
-    }
+    product = f"backintel_sandbox-{kernel_provisioner.__version__}"
+    assert tops == {"kernel_provisioner", f"{product}.dist-info", f"{product}.data"}
     assert "py3-none-any" in _info(wheel, "WHEEL")
+
+
+def test_installing_it_enables_the_server_extension(wheel: zipfile.ZipFile) -> None:
+    name = (
+        f"backintel_sandbox-{kernel_provisioner.__version__}.data/data/etc/jupyter/"
+        "jupyter_server_config.d/backintel-sandbox.json"
+    )
+    enabled = json.loads(wheel.read(name))["ServerApp"]["jpserver_extensions"]
+    assert enabled == {"kernel_provisioner.lab": True}
+    data = {"kernel_provisioner/lab/openapi.yaml", "kernel_provisioner/lab/events/session.yaml"}
+    assert data <= set(wheel.namelist())
 
 
 def test_the_guest_code_ships_inside_the_package(wheel: zipfile.ZipFile, repository: Path) -> None:
@@ -79,6 +96,66 @@ def test_executable_files_of_the_guest_stay_executable(
 def test_kernel_logos_ship(wheel: zipfile.ZipFile) -> None:
     for name in ("logo-svg.svg", "logo-32x32.png", "logo-64x64.png"):
         assert wheel.getinfo(f"kernel_provisioner/resources/{name}").file_size > 0
+
+
+def test_the_kernel_of_the_launcher_ships_as_it_would_be_installed(wheel: zipfile.ZipFile) -> None:
+    shipped = json.loads(wheel.read(f"{KERNEL}/kernel.json"))
+    assert shipped == kernelspec.build(engine=None, profile=None, sources={})
+    for name in ("logo-svg.svg", "logo-32x32.png", "logo-64x64.png"):
+        assert wheel.getinfo(f"{KERNEL}/{name}").file_size > 0
+
+
+def test_the_front_end_ships_built_and_small(wheel: zipfile.ZipFile) -> None:
+    package = json.loads(wheel.read(f"{EXTENSION}/package.json"))
+    assert package["name"] == "@backintel/sandbox"
+    assert package["version"] == kernel_provisioner.__version__
+    assert f"{EXTENSION}/{package['jupyterlab']['_build']['load']}" in wheel.namelist()
+    assert json.loads(wheel.read(f"{EXTENSION}/install.json"))["packageName"] == "backintel-sandbox"
+    scripts = [item for item in wheel.infolist() if item.filename.startswith(f"{EXTENSION}/static")]
+    assert sum(item.compress_size for item in scripts) < 150_000
+    assert not [item.filename for item in scripts if item.filename.endswith(".map")]
+
+
+def test_an_sdist_holds_the_front_end_as_source_and_built(repository: Path, tmp_path: Path) -> None:
+    code = BUILD.replace("build_wheel", "build_sdist")
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    subprocess.run(command, cwd=repository, check=True, timeout=60)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"labextension/src/index.ts", "labextension/yarn.lock"} <= names
+    assert "build/labextension/package.json" in names
+    assert not [name for name in names if "node_modules" in name or "/.yarn/" in name]
+
+
+def test_a_checkout_without_the_built_front_end_installs_editable_and_gives_no_wheel(
+    repository: Path, tmp_path: Path
+) -> None:
+    checkout = tmp_path / "checkout"
+    for name in ("kernel_provisioner", "guest", "labextension/install.json", "tools/hatch_build.py",
+                 "pyproject.toml", "README.md", "LICENSE"):  # fmt: skip
+        source, copy = repository / name, checkout / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, copy) if source.is_dir() else shutil.copyfile(source, copy)
+
+    def build(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            cwd=checkout,
+            env={"PATH": "/nothing"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    editable = build(BUILD.replace("build_wheel", "build_editable"))
+    assert editable.returncode == 0, editable.stderr
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as built:
+        assert not [name for name in built.namelist() if name.startswith(SHARE)]
+    refused = build(BUILD)
+    assert refused.returncode != 0
+    assert "make lab-build" in refused.stderr
 
 
 def test_entry_points(wheel: zipfile.ZipFile) -> None:

@@ -14,6 +14,7 @@ from kernel_provisioner.session.watchdog import (
     Cancel,
     Interrupt,
     Refuse,
+    Running,
     Watchdog,
     WatchdogLimits,
 )
@@ -39,6 +40,22 @@ def test_interrupt_then_cancel_each_once() -> None:
     assert dog.tick(115) == [Cancel(Reason.CELL_DEADLINE, "a")]
     assert dog.tick(2000) == []
     assert dog.next_wakeup() is None
+
+
+def test_the_longest_is_the_one_whose_clock_ran_most() -> None:
+    dog = make()
+    assert dog.longest(100) is None
+    admit(dog, "a", 100)
+    admit(dog, "queued", 100)
+    dog.input_requested("a", 103)
+    admit(dog, "b", 101, lane="sub")
+    assert dog.longest(103) == Running("a", 3.0, True)
+    assert dog.longest(109) == Running("b", 6.0, False)
+    dog.replied("b", 109)
+    dog.input_replied("a", 110)
+    assert dog.longest(112) == Running("a", 5.0, False)
+    dog.replied("a", 112)
+    assert dog.longest(113) == Running("queued", 1.0, False)
 
 
 def test_interrupted_cell_that_replies_is_left_alone() -> None:

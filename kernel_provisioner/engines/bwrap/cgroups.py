@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from kernel_provisioner.engines.bwrap.freezer import Freezer
 from kernel_provisioner.engines.leftovers import PREFIX, remove_cgroup
 from kernel_provisioner.errors import HostRefused
 from kernel_provisioner.profiles import Profile
@@ -67,6 +68,10 @@ class Group(Protocol):
     @property
     def paths(self) -> tuple[Path, ...]:
         """The directories that exist, or will, on the host."""
+
+    @property
+    def freezer(self) -> Freezer | None:
+        """What makes its processes stand still; None if this host gives no such thing."""
 
     def create(self, caps: Caps) -> None:
         """Make it with its limits, read back. Raises HostRefused."""
@@ -159,6 +164,12 @@ class V1Group:
         """Each directory once; controllers may be mounted together."""
         return tuple(dict.fromkeys(self.by_controller.values()))
 
+    @property
+    def freezer(self) -> Freezer | None:
+        """See Group."""
+        group = self.by_controller.get("freezer")
+        return Freezer.v1(group) if group else None
+
     def create(self, caps: Caps) -> None:
         """See Group."""
         for path in self.paths:
@@ -221,6 +232,11 @@ class V2Group:
     def paths(self) -> tuple[Path, ...]:
         """The one directory."""
         return (self.path,)
+
+    @property
+    def freezer(self) -> Freezer | None:
+        """See Group."""
+        return Freezer.v2(self.path) if (self.path / "cgroup.freeze").exists() else None
 
     def create(self, caps: Caps) -> None:
         """See Group."""
@@ -348,6 +364,11 @@ def choose_v2(view: HostView, name: str) -> V2Group | str:
 def choose_v1(view: HostView, name: str) -> V1Group | str:
     """Return directories beneath our own group of each controller, or why there are none."""
     found: dict[str, Path] = {}
+    # Not demanded: without it a running guest's artifacts wait for its end. The first, so that
+    # whoever removes the groups thaws before he waits for processes to die.
+    freezer = view.own_path("freezer")
+    if freezer is not None and os.access(freezer, os.W_OK | os.X_OK):
+        found["freezer"] = freezer / name
     for controller in CONTROLLERS:
         own = view.own_path(controller)
         if own is None or not own.is_dir():

@@ -12,7 +12,7 @@ import threading
 from contextlib import ExitStack
 
 from kernel_provisioner.engines.base import EngineFacts, GuestSpec, Leftovers
-from kernel_provisioner.engines.bwrap import cgroups, keeper, linux
+from kernel_provisioner.engines.bwrap import cgroups, freezer, keeper, linux
 from kernel_provisioner.engines.bwrap.binary import Binary, load_pins, verify_binary
 from kernel_provisioner.engines.bwrap.launcher import run_child
 from kernel_provisioner.engines.bwrap.launching import Launched, undo
@@ -78,14 +78,20 @@ def _launch(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Launched:
         # The child's ends are closed here now, so that its death shows as end of file.
         identity = identify(pid)
         monitor_fd = os.pidfd_open(pid)
+        asks, orders = freezer.pair()
         try:
             if identity is None:
                 raise StartFailed("the launcher vanished.", phase="launch")
             group.create(cgroups.Caps.of(spec.profile))
             group.admit(pid)
             limits = group.limits()
-            ended_by = keeper.start(monitor_fd, group.paths, spec.backstop_s)
+            with orders:
+                ended_by = keeper.start(
+                    monitor_fd, group.paths, spec.backstop_s, group.freezer, orders
+                )
         except BaseException:
+            asks.close()
+            orders.close()
             undo(group, pid, monitor_fd)
             raise
         # Only now, capped and kept, may the launcher go on.
@@ -97,6 +103,7 @@ def _launch(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Launched:
             monitor=identity,
             monitor_fd=monitor_fd,
             keeper=ended_by,
+            freezer=freezer.SupervisorEnd(asks),
             ends=ends,
             held=ours.pop_all(),
             read_only=frozenset(item.target for item in plan.items),

@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from kernel_provisioner.engines.base import Listed
 from kernel_provisioner.engines.bwrap import linux
 
 MAX_DEPTH = 32
@@ -68,6 +69,51 @@ def _fill(root: int, writer: int, max_bytes: int) -> None:
             _Writer(root, pipe, max_bytes).write()
     finally:
         os.close(root)
+
+
+def listing(root: int) -> list[Listed]:
+    """Return what is below ``root``, a descriptor, while the guest goes on changing it.
+
+    At most ``MAX_ENTRIES``, no deeper than ``MAX_DEPTH``; what vanishes meanwhile or cannot be
+    opened is left out. Raises OSError for the directory itself.
+    """
+    found: list[Listed] = []
+    seen: set[int] = set()
+    fd = linux.openat2(root, ".", os.O_RDONLY | os.O_DIRECTORY, _RESOLVE)
+    try:
+        _list(fd, b"", 0, found, seen)
+    finally:
+        os.close(fd)
+    return found
+
+
+def _list(fd: int, prefix: bytes, depth: int, found: list[Listed], seen: set[int]) -> None:
+    names: list[bytes] = []
+    with os.scandir(fd) as entries:
+        for entry in entries:
+            if len(found) + len(names) >= MAX_ENTRIES:
+                break
+            names.append(os.fsencode(entry.name))
+    for name in sorted(names):
+        if len(found) >= MAX_ENTRIES:
+            return
+        with contextlib.suppress(OSError):
+            info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            mode = stat.S_IFMT(info.st_mode)
+            kind = _TYPES.get(mode, tarfile.FIFOTYPE)
+            if mode == stat.S_IFDIR:
+                kind = tarfile.DIRTYPE
+            elif mode == stat.S_IFREG:
+                kind = tarfile.LNKTYPE if info.st_ino in seen else tarfile.REGTYPE
+                seen.add(info.st_ino)
+            size = info.st_size if kind == tarfile.REGTYPE else 0
+            found.append(Listed(prefix + name, kind, size, info.st_mtime))
+            if mode == stat.S_IFDIR and depth < MAX_DEPTH:
+                below = linux.openat2(fd, os.fsdecode(name), os.O_RDONLY | os.O_DIRECTORY, _RESOLVE)
+                try:
+                    _list(below, prefix + name + b"/", depth + 1, found, seen)
+                finally:
+                    os.close(below)
 
 
 @dataclass(slots=True)

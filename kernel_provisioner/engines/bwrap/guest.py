@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +22,9 @@ from kernel_provisioner import wire
 from kernel_provisioner.engines.base import (
     GuestExit,
     GuestSpec,
+    Hold,
     Leftovers,
+    Listed,
     ProcessIdentity,
     Sample,
 )
@@ -29,13 +32,14 @@ from kernel_provisioner.engines.bwrap import (
     attestation,
     cgroups,
     export,
+    freezer,
     keeper,
     linux,
     waiting,
 )
 from kernel_provisioner.engines.bwrap.output import OutputTail, explain
 from kernel_provisioner.engines.bwrap.paths import channel_paths, remove_sockets
-from kernel_provisioner.engines.leftovers import members
+from kernel_provisioner.engines.leftovers import members, thaw
 from kernel_provisioner.errors import AttestationFailed, StartFailed, WireError
 from kernel_provisioner.processes import identify
 
@@ -55,6 +59,7 @@ class Held:
     child: ProcessIdentity
     child_fd: int
     keeper: ProcessIdentity
+    freezer: freezer.SupervisorEnd
     control: socket.socket
     targets: int
     output: OutputTail
@@ -277,6 +282,7 @@ class BwrapGuest:
         if not waiting.exited(held.monitor_fd):
             self._keeper_lost = True
             linux.pidfd_kill(held.child_fd, signal.SIGKILL)
+            thaw(held.group.paths[0])  # the keeper may have been killed while it froze
 
     def kill(self) -> None:
         """SIGKILL process 1 of the sandbox: the kernel ends all others with it.
@@ -289,6 +295,9 @@ class BwrapGuest:
             self._last = self._read_sample()
         self._killed = True
         linux.pidfd_kill(self._held.child_fd, signal.SIGKILL)
+        # On cgroup v1 what is frozen does not die. The keeper too: it may be about to freeze.
+        self._held.freezer.release()
+        thaw(self._held.group.paths[0])
 
     def sample(self) -> Sample:
         """Read memory, CPU and out-of-memory evidence; after the end, the last values."""
@@ -331,6 +340,16 @@ class BwrapGuest:
             raise StartFailed("there is no guest whose artifacts could be read.", phase="export")
         return export.open_stream(self._artifacts_fd, self._held.spec.profile.artifacts_bytes)
 
+    def frozen(self) -> AbstractAsyncContextManager[Hold]:
+        """Make the guest stand still for at most 2 s. Raises FreezeRefused."""
+        return self._held.freezer.frozen()
+
+    def listing(self) -> Sequence[Listed]:
+        """Look at /artifacts through the exports' descriptor. Raises StartFailed, OSError."""
+        if self._artifacts_fd is None:
+            raise StartFailed("there is no guest whose artifacts could be read.", phase="export")
+        return export.listing(self._artifacts_fd)
+
     async def destroy(self, timeout: float) -> Sequence[str]:
         """Kill, reap and remove everything; idempotent; return what could not be removed.
 
@@ -359,6 +378,7 @@ class BwrapGuest:
         asyncio.get_running_loop().remove_reader(self._keeper_fd)
         os.close(self._keeper_fd)
         keeper.reap(held.keeper)
+        held.freezer.close()
         with contextlib.suppress(ChildProcessError):  # reaped already, or by the monitor
             os.waitpid(held.child.pid, os.WNOHANG)
         held.output.close()

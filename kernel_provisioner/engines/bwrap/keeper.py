@@ -5,7 +5,8 @@ parent-death signal. Guest code has the uid of that process and can rewrite it: 
 it was measured to clear the signal and to outlive a killed supervisor. Nor does process 1 have that
 signal before it has set the sandbox up: with its parents killed then, it waited for ever for them.
 So a fork of the supervisor, in no namespace and no cgroup of the guest, watches both from before
-bubblewrap starts and sends SIGKILL itself, to all that is in the guest's cgroups.
+bubblewrap starts and sends SIGKILL itself, to all that is in the guest's cgroups. It also freezes
+the guest for the supervisor, and lets it go on in time should the supervisor not.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from kernel_provisioner.engines.base import ProcessIdentity
+from kernel_provisioner.engines.bwrap.freezer import Freezer, KeeperEnd
 from kernel_provisioner.engines.leftovers import kill_members, members
 from kernel_provisioner.processes import identify
 
@@ -27,17 +30,25 @@ _INSIST_S = 0.01
 """How often a kill is repeated until the kernel has taken the sandbox down."""
 
 
-def start(monitor_fd: int, groups: Sequence[Path], backstop_s: float) -> ProcessIdentity:
+def start(
+    monitor_fd: int,
+    groups: Sequence[Path],
+    backstop_s: float,
+    freezer: Freezer | None,
+    orders: socket.socket,
+) -> ProcessIdentity:
     """Fork the keeper; call it on a process's main thread. Raises OSError.
 
     It ends all in ``groups`` when the calling process or bubblewrap's monitor is gone, or
-    ``backstop_s`` seconds from now, and ends itself when nobody is left. The caller reaps it.
+    ``backstop_s`` seconds from now, and ends itself when nobody is left. ``orders`` is the keeper's
+    end of ``freezer.pair``. The caller reaps it.
     """
     owner = os.pidfd_open(os.getpid())
     try:
         pid = os.fork()
         if pid == 0:
-            _run(owner, monitor_fd, groups, time.monotonic() + backstop_s)
+            deadline = time.monotonic() + backstop_s
+            _run(owner, monitor_fd, orders.fileno(), groups, deadline, freezer)
     finally:
         os.close(owner)
     identity = identify(pid)
@@ -53,17 +64,34 @@ def reap(keeper: ProcessIdentity) -> None:
         os.waitpid(keeper.pid, 0)
 
 
-def _run(owner: int, monitor: int, groups: Sequence[Path], deadline: float) -> NoReturn:
+def _run(
+    owner: int,
+    monitor: int,
+    orders: int,
+    groups: Sequence[Path],
+    deadline: float,
+    freezer: Freezer | None,
+) -> NoReturn:
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
-        owner, monitor = _only(owner, monitor)
+        owner, monitor, orders = _only(owner, monitor, orders)
         poller = select.poll()
         for fd in (owner, monitor):
             poller.register(fd, select.POLLIN)
-        while (left := deadline - time.monotonic()) > 0 and not poller.poll(left * 1000):
-            pass
+        poller.register(orders, select.POLLIN)
+        hold = KeeperEnd(orders, freezer)
+        while (left := deadline - (now := time.monotonic())) > 0:
+            ready = {fd for fd, _ in poller.poll(max(0.0, min(left, hold.wakeup - now)) * 1000)}
+            if owner in ready or monitor in ready:
+                break
+            if orders in ready:
+                hold.serve(poller)
+            if time.monotonic() >= hold.wakeup:
+                hold.release(b"L")
+        # On cgroup v1 what is frozen does not even die.
+        hold.release(b"L")
         while any(members(group) for group in groups):
             for group in groups:
                 kill_members(group)

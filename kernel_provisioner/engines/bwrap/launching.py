@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kernel_provisioner.engines.base import GuestSpec, Leftovers, ProcessIdentity
 from kernel_provisioner.engines.bwrap import cgroups, keeper, linux, waiting
+from kernel_provisioner.engines.bwrap.freezer import SupervisorEnd
 from kernel_provisioner.engines.bwrap.prepare import Ends
 from kernel_provisioner.errors import StartFailed
 from kernel_provisioner.processes import identify
@@ -39,6 +40,7 @@ class Launched:
     monitor: ProcessIdentity
     monitor_fd: int
     keeper: ProcessIdentity
+    freezer: SupervisorEnd
     ends: Ends
     held: ExitStack
     """Closes our ends of the launch; those that the guest goes on to use leave it before."""
@@ -80,6 +82,7 @@ class Launched:
                 child=child,
                 child_fd=child_fd,
                 keeper=self.keeper,
+                freezer=self.freezer,
                 control=self.ends.control,
                 targets=self.ends.targets,
                 output=output,
@@ -92,6 +95,7 @@ class Launched:
         """Undo the launch: whatever entered the cgroup is killed with the launcher."""
         undo(self.group, self.monitor.pid, self.monitor_fd)
         keeper.reap(self.keeper)
+        self.freezer.close()
         self.held.close()
 
     async def _process_1(self, output: OutputTail, deadline: float) -> ProcessIdentity:

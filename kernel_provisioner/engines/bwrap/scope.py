@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kernel_provisioner.engines.bwrap.cgroups import CONTROLLERS, Caps, HostView, Usage, V2Group
+from kernel_provisioner.engines.bwrap.freezer import Freezer
 from kernel_provisioner.errors import HostRefused
 
 _TIMEOUT_S = 5.0
@@ -97,6 +98,11 @@ class ScopeGroup:
     def paths(self) -> tuple[Path, ...]:
         """Where the scope is, or is expected to be."""
         return (self._group.path if self._group else self.expected,)
+
+    @property
+    def freezer(self) -> Freezer | None:
+        """See cgroups.Group. Where systemd lets only itself freeze, freezing is refused."""
+        return self._group.freezer if self._group else None
 
     def create(self, caps: Caps) -> None:
         """Only note the caps: a scope cannot exist without a process."""

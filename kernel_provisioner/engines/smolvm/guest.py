@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +21,9 @@ from typing import Any, BinaryIO
 from kernel_provisioner.engines.base import (
     GuestExit,
     GuestSpec,
+    Hold,
     Leftovers,
+    Listed,
     ProcessIdentity,
     Sample,
 )
@@ -29,7 +32,7 @@ from kernel_provisioner.engines.bwrap.output import OutputTail
 from kernel_provisioner.engines.leftovers import remove_directory
 from kernel_provisioner.engines.smolvm import attestation, connection, failures, monitor
 from kernel_provisioner.engines.smolvm.workspace import Places
-from kernel_provisioner.errors import AttestationFailed, BackIntelError, StartFailed
+from kernel_provisioner.errors import AttestationFailed, BackIntelError, FreezeRefused, StartFailed
 
 KILL_ANSWER_S = 1.0
 """How long the agent has to end the kernel before the machine is ended instead."""
@@ -297,6 +300,14 @@ class SmolvmGuest:
             raise StartFailed("the artifacts are lost with the VM.", phase="export")
         return connection.open_artifacts(self._held.places.agent)
 
+    def frozen(self) -> AbstractAsyncContextManager[Hold]:
+        """The agent cannot stop the kernel yet. Raises FreezeRefused."""
+        raise _no_live_look()
+
+    def listing(self) -> Sequence[Listed]:
+        """The agent cannot list yet. Raises FreezeRefused."""
+        raise _no_live_look()
+
     async def destroy(self, timeout: float) -> Sequence[str]:
         """End the machine and remove everything; idempotent; return what could not be removed."""
         deadline = time.monotonic() + timeout
@@ -327,3 +338,10 @@ class SmolvmGuest:
         os.close(held.monitor_fd)
         if held.machine_fd >= 0:
             os.close(held.machine_fd)
+
+
+def _no_live_look() -> FreezeRefused:
+    return FreezeRefused(
+        "the artifacts of a running microVM cannot be read in this version.",
+        remedy="end the session and export then.",
+    )

@@ -1,0 +1,126 @@
+"""A notebook from the launcher to its restart, in JupyterLab."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from labs import SLOW_MS, Lab, Person
+from playwright.sync_api import expect
+
+# Several starts of sandboxes and pages, also on a loaded machine.
+pytestmark = pytest.mark.timeout(400)
+
+PLOT = "import matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);"
+
+
+def test_a_notebook_from_the_launcher_runs_and_plots(someone: Person) -> None:
+    someone.visit()
+    card = someone.page.locator(".jp-LauncherCard[data-category=Notebook]")
+    ours = card.filter(has_text="BackIntel sandbox")
+    expect(ours.locator("img")).to_have_attribute("src", re.compile(r"logo-svg\.svg"))
+    ours.click()
+    someone.ready()
+    someone.cell(0).locator(".cm-content").click()
+    someone.page.keyboard.insert_text(PLOT)
+    someone.page.keyboard.press("Control+Enter")
+    expect(someone.cell(0).locator(".jp-OutputArea img")).to_be_visible(timeout=SLOW_MS)
+
+
+def test_the_status_item_shows_engine_memory_clock_time_and_network(
+    someone: Person, lab: Lab
+) -> None:
+    hold = "held = b'x' * (400 << 20)"
+    someone.open(lab.notebook("figures.ipynb", "backintel-sandbox", hold, "input('name')"))
+    someone.ready()
+    expect(someone.part("badge")).to_have_text("Weaker isolation")
+    expect(someone.part("network")).to_have_text("Offline")
+    expect(someone.part("left")).to_have_text(re.compile(r"7 h 59 min left"))
+    before = someone.part("memory").inner_text()
+    assert re.fullmatch(r"\d+ MB / 2 GB", before)
+    someone.run(0)
+    expect(someone.part("memory")).to_have_text(re.compile(r"4\d\d MB / 2 GB"))
+    expect(someone.part("cell")).to_be_hidden()
+
+
+def test_a_running_cells_clock_ticks_against_its_deadline(someone: Person, lab: Lab) -> None:
+    someone.open(lab.notebook("clock.ipynb", "backintel-sandbox", "import time; time.sleep(60)"))
+    someone.ready()
+    someone.run(0)
+    clock = someone.part("cell")
+    expect(clock).to_have_text(re.compile(r"Cell \d s / 2 min"))
+    shown = clock.inner_text()
+    expect(clock).not_to_have_text(shown)
+    someone.status.click()
+    details = someone.page.get_by_role("dialog", name="Sandbox")
+    expect(details).to_contain_text("namespaces: weaker isolation")
+    expect(details).to_contain_text(re.compile(r"This cell\d+ s / 2 min"))
+    someone.page.keyboard.press("Escape")
+    expect(details).to_be_hidden()
+    expect(someone.status).to_be_focused()
+
+
+def test_an_interrupt_keeps_the_variables(someone: Person, lab: Lab) -> None:
+    cells = ("x = 6 * 7", "while True: pass", "print('still', x)")
+    someone.open(lab.notebook("interrupt.ipynb", "backintel-sandbox", *cells))
+    someone.ready()
+    someone.run(0)
+    someone.run(1)
+    expect(someone.part("cell")).to_be_visible()
+    someone.page.locator(
+        "[data-command='notebook:interrupt-kernel'], [title^='Interrupt']"
+    ).first.click()
+    someone.sees_output(1, "KeyboardInterrupt")
+    someone.run(2)
+    someone.sees_output(2, "still 42")
+    expect(someone.part("cell")).to_be_hidden()
+
+
+def test_a_restart_is_a_new_sandbox(someone: Person, lab: Lab) -> None:
+    cells = (
+        "x = 1; open('/workspace/kept', 'w').close()",
+        "import os; print(os.listdir(), 'x' in globals())",
+    )
+    someone.open(lab.notebook("restart.ipynb", "backintel-sandbox", *cells))
+    someone.ready()
+    someone.run(0)
+    someone.show_panel()
+    section = someone.section("Receipt")
+    session = section.locator("dd").first
+    expect(session).to_have_text(re.compile(r"[0-9a-f]{16}"))
+    first = session.inner_text()
+    someone.page.locator(
+        "[data-command='notebook:restart-kernel'], [title^='Restart the kernel']"
+    ).first.click()
+    someone.page.locator(".jp-Dialog .jp-mod-accept").click()
+    expect(session).not_to_have_text(first, timeout=SLOW_MS)
+    someone.ready()
+    someone.run(1)
+    someone.sees_output(1, "[] False")
+
+
+def test_two_notebooks_have_a_sandbox_each_and_the_panel_follows(someone: Person, lab: Lab) -> None:
+    lab.notebook("second.ipynb", "small", "y = 2")
+    someone.open(lab.notebook("first.ipynb", "backintel-sandbox", "y = 1"))
+    someone.ready()
+    someone.show_panel()
+    title = someone.panel.locator("h2")
+    expect(title).to_have_text("first.ipynb")
+    someone.page.locator(".jp-DirListing-item", has_text="second.ipynb").dblclick()
+    expect(title).to_have_text("second.ipynb")
+    expect(someone.part("memory")).to_have_text(re.compile(r"/ 512 MB"), timeout=SLOW_MS)
+    someone.page.locator(".lm-DockPanel-tabBar .lm-TabBar-tab", has_text="first.ipynb").click()
+    expect(title).to_have_text("first.ipynb")
+    expect(someone.part("memory")).to_have_text(re.compile(r"/ 2 GB"))
+
+
+def test_a_kernel_of_others_is_not_asked_about(someone: Person, lab: Lab) -> None:
+    asked: list[str] = []
+    someone.page.on("request", lambda r: asked.append(r.url) if "/backintel/" in r.url else None)
+    someone.open(lab.notebook("plain.ipynb", "python3", "print('plain', 1 + 1)"))
+    someone.run(0)
+    someone.sees_output(0, "plain 2")
+    expect(someone.status).to_be_hidden()
+    someone.show_panel()
+    expect(someone.panel).to_contain_text("The active notebook has no sandbox.")
+    assert not asked
