@@ -311,6 +311,7 @@ def test_what_makes_the_start_quick_does_not_show() -> None:
         "assert gc.isenabled()\n"
         "assert not {'attest', 'kernel', 'lazy', 'limits', 'wire'} & set(sys.modules)\n"
         "assert 'jupyter_client.manager' not in sys.modules, 'it is loaded at every start'\n"
+        "assert jupyter_client.__version__.count('.') >= 2\n"
         "assert 'KernelManager' in dir(jupyter_client)\n"
         "from jupyter_client import *\n"
         "from jupyter_client import AsyncKernelClient\n"
