@@ -78,6 +78,7 @@ def _launch(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Launched:
         # The child's ends are closed here now, so that its death shows as end of file.
         identity = identify(pid)
         monitor_fd = os.pidfd_open(pid)
+        ended_by = None
         try:
             if identity is None:
                 raise StartFailed("the launcher vanished.", phase="launch")
@@ -85,11 +86,15 @@ def _launch(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Launched:
             group.admit(pid)
             limits = group.limits()
             ended_by = keeper.start(monitor_fd, group.paths, spec.backstop_s)
-        except BaseException:
+            # Only now, capped and kept, may the launcher go on.
+            os.write(ends.gate, b"g")
+        except BaseException as error:
             undo(group, pid, monitor_fd)
+            if ended_by is not None:
+                keeper.reap(ended_by)
+            if isinstance(error, BrokenPipeError):
+                raise StartFailed("the launcher was killed.", phase="launch") from None
             raise
-        # Only now, capped and kept, may the launcher go on.
-        os.write(ends.gate, b"g")
         return Launched(
             spec=spec,
             group=group,
