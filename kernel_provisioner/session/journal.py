@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kernel_provisioner.engines.base import Leftovers, SourceMount
-from kernel_provisioner.engines.leftovers import remove_directory
+from kernel_provisioner.engines.leftovers import remove_directory, remove_leftovers
 from kernel_provisioner.errors import HostRefused
 from kernel_provisioner.processes import boot_id, identify
 from kernel_provisioner.records import Record, open_record, remove_record, write_record
@@ -113,6 +113,15 @@ class Journal:
     def remove_staging(self) -> list[str]:
         """Remove the copies; return what could not be."""
         return remove_directory(self._staging, self._start.session) if self._staging else []
+
+    def remove_unclaimed(self) -> list[str]:
+        """End and remove what a launch made that came to no guest; return what could not be.
+
+        An engine undoes its own launch; what it could not undo must not lose its record.
+        """
+        if self._record is None:
+            return []
+        return remove_leftovers(self._record.leftovers, self._start.session)
 
     def close(self) -> None:
         """Forget the session: nothing that its record names is left."""

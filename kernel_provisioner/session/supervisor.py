@@ -365,6 +365,8 @@ class Supervisor:
             self._opening.launched.abandon()
         if self._guest is not None:
             failures += await self._guest.destroy(DESTROY_TIMEOUT_S)
+        else:
+            failures += await asyncio.to_thread(self._journal.remove_unclaimed)
         failures += self._journal.remove_staging()
         failures += remove_socket_dir(start.socket_dir)
         self._receipt.update(leftovers=failures)
