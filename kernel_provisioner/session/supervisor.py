@@ -439,7 +439,8 @@ class Supervisor:
         if isinstance(error, TimeoutError):
             return StartFailed("the guest did not answer in time.", phase="boot")
         if isinstance(error, OSError):
-            return StartFailed(f"{error.strerror or error} ({error.filename}).", phase="start")
+            where = "" if error.filename is None else f" ({error.filename})"
+            return StartFailed(f"{error.strerror or error}{where}.", phase="start")
         raise error
 
     async def _fail(self, failure: BackIntelError) -> None:
@@ -485,8 +486,6 @@ class Supervisor:
 
             loop.add_reader(fd, gone)
         loop.add_signal_handler(signal.SIGTERM, self._end, Reason.SHUTDOWN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def serve(
