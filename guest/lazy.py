@@ -21,7 +21,7 @@ _lock = threading.RLock()
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         # The import system and debuggers ask for dunder names of their own; ``*`` for __all__.
-        if name == "__all__" or not name.startswith("__"):
+        if name in ("__all__", "__version__") or not name.startswith("__"):
             self._load()
             if name in self.__dict__:
                 return self.__dict__[name]

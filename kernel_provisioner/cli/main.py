@@ -82,7 +82,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def _add_run(commands: Commands) -> None:
     run = _leaf(commands, "run", "run.run", "run a notebook in a sandbox and publish its artifacts")
     run.add_argument("notebook", type=Path, metavar="NOTEBOOK")
-    run.add_argument("--engine", metavar="ENGINE", help="bwrap, or auto: the strongest that works")
+    run.add_argument("--engine", metavar="ENGINE", help="bwrap, or auto: the strongest one proven")
     run.add_argument("--profile", metavar="P", help="limits: analysis (default), large, ...")
     _add_sources(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="a new or empty directory")
@@ -93,7 +93,7 @@ def _add_run(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="K=V",
-        help="set a variable after the cell tagged 'parameters'; V is JSON, else text",
+        help="set a variable after the cell tagged 'parameters'; V is JSON, else text; repeatable",
     )
     _add_json(run)
 
@@ -115,7 +115,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="show PATH read-only as /sources/NAME",
+        help="show PATH read-only as /sources/NAME; repeatable",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import sys
 
@@ -39,6 +40,9 @@ def main() -> None:
     """Open the session, then serve it to its end."""
     sock = socket.socket(fileno=int(sys.argv[1]))
     os.umask(0o077)
+    # A terminal's signals are for the client, whose end ends the session in its own order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     reader = wire.FrameReader()
     try:
         messages = receive(sock, reader)

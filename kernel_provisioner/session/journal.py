@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kernel_provisioner.engines.base import Leftovers, SourceMount
-from kernel_provisioner.engines.leftovers import remove_directory
+from kernel_provisioner.engines.leftovers import remove_directory, remove_leftovers
 from kernel_provisioner.errors import HostRefused
 from kernel_provisioner.processes import boot_id, identify
 from kernel_provisioner.records import Record, open_record, remove_record, write_record
@@ -51,20 +51,26 @@ class Journal:
                 raise PermissionError(0, f"{start.dirs.receipts} is not writable")
             open_record(start.dirs, record)
         except OSError as error:
-            raise HostRefused(
-                f"the session cannot be recorded in {start.dirs.state} ({error.strerror}).",
-                remedy="make that directory writable, and see that its disk is not full.",
-                phase="record",
-            ) from None
+            raise self._unrecorded(error) from None
         self._record = record
 
+    def _unrecorded(self, error: OSError) -> HostRefused:
+        return HostRefused(
+            f"the session cannot be recorded in {self._start.dirs.state} ({error.strerror}).",
+            remedy="make that directory writable, and see that its disk is not full.",
+            phase="record",
+        )
+
     def note(self, leftovers: Leftovers) -> None:
-        """Record what the guest makes or has made. Raises OSError."""
+        """Record what the guest makes or has made. Raises HostRefused."""
         if self._staging is not None and self._staging not in leftovers.directories:
             leftovers = Leftovers(
                 leftovers.processes, leftovers.cgroups, (*leftovers.directories, self._staging)
             )
-        self._write(leftovers=leftovers)
+        try:
+            self._write(leftovers=leftovers)
+        except OSError as error:
+            raise self._unrecorded(error) from None
 
     def note_export(self, directory: Path) -> None:
         """Record where artifacts are about to be published. Raises OSError."""
@@ -86,7 +92,7 @@ class Journal:
     async def stage_sources(self, budget: Callable[[], float]) -> tuple[SourceMount, ...]:
         """Copy databases, each within ``budget()`` seconds; return what is to be mounted.
 
-        Raises SourceRefused, OSError.
+        Raises SourceRefused, HostRefused, OSError.
         """
         start = self._start
         mounts = []
@@ -113,6 +119,15 @@ class Journal:
     def remove_staging(self) -> list[str]:
         """Remove the copies; return what could not be."""
         return remove_directory(self._staging, self._start.session) if self._staging else []
+
+    def remove_unclaimed(self) -> list[str]:
+        """End and remove what a launch made that came to no guest; return what could not be.
+
+        An engine undoes its own launch; what it could not undo must not lose its record.
+        """
+        if self._record is None:
+            return []
+        return remove_leftovers(self._record.leftovers, self._start.session)
 
     def close(self) -> None:
         """Forget the session: nothing that its record names is left."""

@@ -396,6 +396,8 @@ class Supervisor:
             self._opening.launched.abandon()
         if self._guest is not None:
             failures += await self._guest.destroy(DESTROY_TIMEOUT_S)
+        else:
+            failures += await asyncio.to_thread(self._journal.remove_unclaimed)
         failures += self._journal.remove_staging()
         failures += remove_socket_dir(start.socket_dir)
         self._receipt.update(leftovers=failures)
@@ -468,7 +470,8 @@ class Supervisor:
         if isinstance(error, TimeoutError):
             return StartFailed("the guest did not answer in time.", phase="boot")
         if isinstance(error, OSError):
-            return StartFailed(f"{error.strerror or error} ({error.filename}).", phase="start")
+            where = "" if error.filename is None else f" ({error.filename})"
+            return StartFailed(f"{error.strerror or error}{where}.", phase="start")
         raise error
 
     async def _fail(self, failure: BackIntelError) -> None:
@@ -514,8 +517,6 @@ class Supervisor:
 
             loop.add_reader(fd, gone)
         loop.add_signal_handler(signal.SIGTERM, self._end, Reason.SHUTDOWN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def serve(

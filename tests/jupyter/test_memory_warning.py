@@ -112,6 +112,29 @@ def test_pages_of_files_on_disk_are_no_reason_to_warn(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def test_memory_given_back_and_taken_again_is_warned_of() -> None:
+    """Allocators do that (MADV_FREE); the kernel lists such pages with those of files."""
+    code = (
+        "import mmap, time\n"
+        "size, step = 660 << 20, 66 << 20\n"
+        "held = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+        "def touch(start, end):\n"
+        "    for place in range(start, end, mmap.PAGESIZE): held[place] = 1\n"
+        "for start in range(0, size, step):\n"
+        "    touch(start, start + step)\n"
+        "    held.madvise(mmap.MADV_FREE, start, step)\n"
+        "touch(0, size)\n"
+    )
+
+    async def body() -> None:
+        async with sandbox(profile="small") as box:
+            assert (await box.run(code)).reply["content"]["status"] == "ok"
+            facts = await warned(box)
+            assert 0.9 * LIMIT <= facts["held_bytes"] <= LIMIT
+
+    asyncio.run(body())
+
+
 @pytest.fixture(autouse=True)
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile as small as ``benchmark`` that runs more than one cell."""

@@ -312,6 +312,7 @@ def test_what_makes_the_start_quick_does_not_show() -> None:
         "ours = {'attest', 'interrupts', 'kernel', 'lazy', 'limits', 'wire'}\n"
         "assert not ours & set(sys.modules)\n"
         "assert 'jupyter_client.manager' not in sys.modules, 'it is loaded at every start'\n"
+        "assert jupyter_client.__version__.count('.') >= 2\n"
         "assert 'KernelManager' in dir(jupyter_client)\n"
         "from jupyter_client import *\n"
         "from jupyter_client import AsyncKernelClient\n"

@@ -208,3 +208,25 @@ def test_scope_call_states_every_limit() -> None:
     assert ("CPUQuotaPerSecUSec", "t", "2000000") in triples
     assert rest[-1] == "0"
     assert len(triples) + 1 == int(words[start + 2])
+
+
+@pytest.mark.parametrize(
+    ("stat", "dropped"),
+    [
+        ("file 900\nshmem 300\nactive_file 100\ninactive_file 500\n", 600),
+        # Memory given back lazily and taken again is on the list, and no file's.
+        ("file 300\nshmem 300\nactive_file 0\ninactive_file 500\n", 0),
+        # Locked pages are files', and not on the list.
+        ("file 900\nshmem 0\nactive_file 100\ninactive_file 0\n", 100),
+        # The counters are not of one moment.
+        ("file 299\nshmem 300\nactive_file 1\ninactive_file 0\n", 0),
+    ],
+)
+def test_only_pages_that_can_be_dropped_count_as_files(
+    tmp_path: Path, stat: str, dropped: int
+) -> None:
+    for name, text in {"memory.current": "1000", "memory.stat": stat, "pids.current": "1"}.items():
+        (tmp_path / name).write_text(text)
+    for name in ("cpu.stat", "memory.events"):
+        (tmp_path / name).touch()
+    assert V2Group(tmp_path).usage().file_bytes == dropped

@@ -122,9 +122,15 @@ def _keyed(path: Path, key: str) -> int:
     return 0
 
 
-def _file_pages(stat: Path, prefix: str = "") -> int:
-    """Return the bytes on the two lists of file pages; tmpfs pages are not on them."""
-    return sum(_keyed(stat, f"{prefix}{age}_file") for age in ("active", "inactive"))
+def _file_pages(stat: Path, cache: str, prefix: str = "") -> int:
+    """Return the bytes of file pages that the kernel can drop, by two views of which each errs.
+
+    The lists of file pages hold memory that an allocator gave back (MADV_FREE) and took into use
+    again: until the kernel looks at it, it stays there. The cache holds pages that are locked.
+    """
+    listed = sum(_keyed(stat, f"{prefix}{age}_file") for age in ("active", "inactive"))
+    cached = _keyed(stat, f"{prefix}{cache}") - _keyed(stat, f"{prefix}shmem")
+    return max(0, min(listed, cached))
 
 
 def _make(path: Path) -> None:
@@ -212,7 +218,7 @@ class V1Group:
         accounting = self.by_controller.get("cpuacct")
         return Usage(
             memory_bytes=_number(memory / "memory.usage_in_bytes"),
-            file_bytes=_file_pages(memory / "memory.stat", prefix="total_"),
+            file_bytes=_file_pages(memory / "memory.stat", "cache", prefix="total_"),
             peak_bytes=_number(memory / "memory.max_usage_in_bytes"),
             cpu_seconds=_number(accounting / "cpuacct.usage") / 1e9 if accounting else None,
             tasks=_number(self.by_controller["pids"] / "pids.current"),
@@ -285,7 +291,7 @@ class V2Group:
         peak = self.path / "memory.peak"  # Linux 5.19
         return Usage(
             memory_bytes=_number(self.path / "memory.current"),
-            file_bytes=_file_pages(self.path / "memory.stat"),
+            file_bytes=_file_pages(self.path / "memory.stat", "file"),
             peak_bytes=_number(peak) if peak.exists() else None,
             cpu_seconds=_keyed(self.path / "cpu.stat", "usage_usec") / 1e6,
             tasks=_number(self.path / "pids.current"),

@@ -79,6 +79,7 @@ def _launch(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Launched:
         identity = identify(pid)
         monitor_fd = os.pidfd_open(pid)
         asks, orders = freezer.pair()
+        ended_by = None
         try:
             if identity is None:
                 raise StartFailed("the launcher vanished.", phase="launch")
@@ -89,13 +90,17 @@ def _launch(spec: GuestSpec, binary: Binary, group: cgroups.Group) -> Launched:
                 ended_by = keeper.start(
                     monitor_fd, group.paths, spec.backstop_s, group.freezer, orders
                 )
-        except BaseException:
+            # Only now, capped and kept, may the launcher go on.
+            os.write(ends.gate, b"g")
+        except BaseException as error:
             asks.close()
             orders.close()
             undo(group, pid, monitor_fd)
+            if ended_by is not None:
+                keeper.reap(ended_by)
+            if isinstance(error, BrokenPipeError):
+                raise StartFailed("the launcher was killed.", phase="launch") from None
             raise
-        # Only now, capped and kept, may the launcher go on.
-        os.write(ends.gate, b"g")
         return Launched(
             spec=spec,
             group=group,
