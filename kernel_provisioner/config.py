@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from kernel_provisioner import profiles
-from kernel_provisioner.errors import ConfigError, EngineUnavailable, ProfileRefused, SourceRefused
+from kernel_provisioner.errors import ConfigError, ProfileRefused, SourceRefused
 from kernel_provisioner.paths import StateDirs, state_dirs
 from kernel_provisioner.profiles import MIB, Profile
 from kernel_provisioner.sources import Source, check_name, check_source, guest_environment
 
 DEFAULT_ENGINE = "bwrap"
-ENGINES = ("bwrap",)
+ENGINES = ("smolvm", "bwrap")
 ENGINE_VARIABLE = "BACKINTEL_SANDBOX"
 SYSTEM_FILE = Path("/etc/backintel/backintel.toml")
 MAX_FILE_BYTES = 1024 * 1024
@@ -341,11 +341,6 @@ def _engine_name(origin: str, value: object, typed: bool) -> str:
             "engine",
             "'auto' is a word for the command line only, where its choice is seen",
             f"name the engine: {', '.join(ENGINES)}.",
-        )
-    if name == "smolvm":
-        raise EngineUnavailable(
-            f"{origin}: engine: 'smolvm' is not part of this version yet.",
-            remedy=f"use {', '.join(ENGINES)}.",
         )
     older = " (an engine of older set-ups)" if name == "docker" else ""
     raise _bad(

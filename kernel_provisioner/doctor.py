@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from kernel_provisioner.engines.base import GUEST_GID, GUEST_UID
-from kernel_provisioner.engines.registry import ENGINES, get_engine
+from kernel_provisioner.engines.registry import DEFAULT_ENGINE, ENGINES, get_engine
 from kernel_provisioner.errors import BackIntelError, ProfileRefused
 from kernel_provisioner.paths import StateDirs
 
@@ -207,7 +207,13 @@ def _limits() -> Iterable[Check]:
 def _engines(deep: bool) -> Iterable[Check]:
     for name in ENGINES:
         engine = get_engine(name)
-        facts = engine.verify(deep=deep)
+        try:
+            facts = engine.verify(deep=deep)
+        except BackIntelError as error:
+            # Only the default has to work here; what the others lack is told.
+            status: Status = "fail" if name == DEFAULT_ENGINE else "warn"
+            yield Check(f"engine {name}", status, error.message, error.remedy)
+            continue
         found = f"{facts.version}, {len(facts.digests)} files as pinned; {engine.isolation}"
         yield Check(f"engine {name}", "ok", found)
 
@@ -320,9 +326,15 @@ def _proofs(dirs: StateDirs, boot: bool) -> Iterable[Check]:
     from kernel_provisioner.cli.sandbox import prove
 
     for name in ENGINES:
-        if boot:
-            prove(dirs, name)
-        if proofs.is_valid(dirs, proofs.proof_key(get_engine(name).verify())):
+        try:
+            key = proofs.proof_key(get_engine(name).verify())
+            if boot:
+                prove(dirs, name)
+        except BackIntelError as error:
+            status: Status = "fail" if name == DEFAULT_ENGINE else "warn"
+            yield Check(f"boot proof {name}", status, error.message, error.remedy)
+            continue
+        if proofs.is_valid(dirs, key):
             found = "booted just now" if boot else "booted since this machine started"
             yield Check(f"boot proof {name}", "ok", found)
         else:

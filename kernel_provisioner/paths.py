@@ -29,8 +29,13 @@ class StateDirs:
 
     @property
     def engines(self) -> Path:
-        """Engine receipts."""
+        """Prepared engines and their receipts."""
         return self.data / "engines"
+
+    @property
+    def machines(self) -> Path:
+        """State of running microVMs, one directory per session."""
+        return self.engines / "smolvm" / "sessions"
 
     @property
     def prepare_lock(self) -> Path:

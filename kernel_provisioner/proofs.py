@@ -27,6 +27,7 @@ from kernel_provisioner.records import write_json
 
 SCHEMA = "backintel.proof/1"
 _BOOT_PROFILE = "benchmark"
+_DEVICES = {"smolvm": Path("/dev/kvm")}
 _BOOT_S = 90.0
 _PREPARE = (
     "run `backintel sandbox check --boot`, which boots an engine and remembers that it works."
@@ -64,7 +65,9 @@ class Choice:
 def proof_key(facts: EngineFacts) -> ProofKey:
     """Return the key of this boot for an engine whose files were verified."""
     listing = json.dumps(sorted(facts.digests.items())).encode()
-    return ProofKey(facts.name, boot_id(), "", hashlib.sha256(listing).hexdigest())
+    path = _DEVICES.get(facts.name)
+    device = "" if path is None else str(path.stat().st_rdev)
+    return ProofKey(facts.name, boot_id(), device, hashlib.sha256(listing).hexdigest())
 
 
 def store(dirs: StateDirs, key: ProofKey, phases: Mapping[str, float]) -> Path:

@@ -94,7 +94,7 @@ class SandboxKernelManager(AsyncKernelManager):
 class SandboxProvisioner(KernelProvisionerBase):
     """Starts and holds one sandbox session at a time for a kernel manager."""
 
-    engine = Unicode(None, allow_none=True, help="Engine: bwrap.").tag(config=True)
+    engine = Unicode(None, allow_none=True, help="Engine: smolvm or bwrap.").tag(config=True)
     profile = AnyTrait(None, allow_none=True, help="Name of the profile.").tag(config=True)
     sources = Dict(help="Read-only sources: name -> absolute path.").tag(config=True)
     cell_deadline = AnyTrait(None, allow_none=True, help="Seconds a cell may run.").tag(config=True)

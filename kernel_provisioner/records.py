@@ -230,18 +230,19 @@ def _clean(dirs: StateDirs, record: Record) -> list[str]:
     if record.boot != boot_id():
         # Numbers and cgroups of another boot mean nothing now.
         leftovers = Leftovers(directories=leftovers.directories)
-    staging = dirs.state / "staging"
-    strange = [path for path in leftovers.directories if path.parent != staging]
+    place = record.socket_dir
+    is_ours = place.parent == dirs.runtime and _SOCKET_DIR.fullmatch(place.name) is not None
+    homes = {dirs.state / "staging", dirs.machines, *([place] if is_ours else [])}
+    strange = [path for path in leftovers.directories if path.parent not in homes]
     failures = [f"{path} is not a place of ours; left alone" for path in strange]
-    ours = tuple(path for path in leftovers.directories if path.parent == staging)
+    ours = tuple(path for path in leftovers.directories if path.parent in homes)
     leftovers = Leftovers(leftovers.processes, leftovers.cgroups, ours)
     failures += remove_leftovers(leftovers, record.session)
     if record.export_dir is not None:
         from kernel_provisioner.artifacts.publish import remove_abandoned
 
         failures += remove_abandoned(record.export_dir)
-    place = record.socket_dir
-    if place.parent != dirs.runtime or not _SOCKET_DIR.fullmatch(place.name):
+    if not is_ours:
         return [*failures, f"{place} is not a place of ours; left alone"]
     try:
         with _socket_dirs_locked(dirs):

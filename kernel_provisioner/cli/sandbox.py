@@ -10,7 +10,7 @@ from pathlib import Path
 from kernel_provisioner import proofs
 from kernel_provisioner.cli.output import emit, say
 from kernel_provisioner.engines.registry import DEFAULT_ENGINE, get_engine
-from kernel_provisioner.errors import EXIT_DONE, EXIT_INFRASTRUCTURE
+from kernel_provisioner.errors import EXIT_DONE, EXIT_INFRASTRUCTURE, BackIntelError
 from kernel_provisioner.paths import StateDirs, state_dirs
 
 
@@ -25,6 +25,7 @@ def prepare(options: argparse.Namespace) -> int:
     image = ImageStore(dirs).prepare(
         say, image_archive=options.image_archive, image_sha256=options.image_sha256
     )
+    _prepare_machine(dirs)
     key = proofs.proof_key(facts)
     booted = not proofs.is_valid(dirs, key)
     proof = prove(dirs, engine.name) if booted else dirs.proofs / f"{engine.name}.json"
@@ -47,6 +48,16 @@ def prepare(options: argparse.Namespace) -> int:
         print(f"engine  {facts.name} {facts.version} ({engine.isolation})")
         print(f"proof   {'booted just now' if booted else 'still valid'}")
     return EXIT_DONE
+
+
+def _prepare_machine(dirs: StateDirs) -> None:
+    """Prepare the microVM engine too, where this host can run one; elsewhere say why not."""
+    from kernel_provisioner.engines.smolvm.prepare import prepare as prepare_release
+
+    try:
+        prepare_release(dirs, say)
+    except BackIntelError as error:
+        say(f"the engine smolvm is left out: {error}")
 
 
 def prove(dirs: StateDirs, engine: str) -> Path:

@@ -6,7 +6,7 @@ from kernel_provisioner.engines.base import Engine
 from kernel_provisioner.errors import EngineUnavailable
 from kernel_provisioner.paths import StateDirs
 
-ENGINES = ("bwrap",)
+ENGINES = ("smolvm", "bwrap")
 """Engines of this version, strongest first."""
 
 DEFAULT_ENGINE = "bwrap"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from live_guest import LiveGuest, Starter
-
-from kernel_provisioner.engines.registry import ENGINES
+from live_guest import NATIVE_ENGINES, LiveGuest, Starter
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=NATIVE_ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
     """The name of the engine under test."""
     return str(request.param)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import proven
 import pytest
 from live import LiveMachine
+from product import left_behind
 
 from kernel_provisioner.engines.base import SourceMount
 
@@ -47,3 +49,23 @@ def own(sources: tuple[SourceMount, ...]) -> Iterator[LiveMachine]:
         yield machine
     finally:
         machine.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each module no process, record or directory of any session is on this machine.
+
+    Elsewhere (``host``) a person may have sessions of their own.
+    """
+    yield
+    if request.path.parent.name == "host":
+        return
+    assert left_behind() == []
+    proven.note("nothing left", "no process of a monitor, no record, no directory, no socket")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in words what this run showed."""
+    terminalreporter.section("what this run showed")
+    for line in proven.summary():
+        terminalreporter.write_line(line)

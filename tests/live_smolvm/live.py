@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import proven
 from jupyter_client import AsyncKernelClient
 
 from kernel_provisioner.engines.base import CHANNELS, GuestExit, GuestSpec, SourceMount
@@ -67,17 +68,15 @@ class LiveMachine:
     def start(self) -> LiveMachine:
         """Boot until the guest is attested; no user code runs yet.
 
-        The program gives up a boot without progress for 30 s, which emulation sometimes takes; one
-        more try, as a person would.
+        A boot that emulation stalled is tried once more.
         """
-        for attempt in (1, 2):
-            try:
-                return self._start()
-            except HostRefused as error:
-                if attempt == 2 or "no boot progress" not in error.message:
-                    raise
-                assert self.do(self.guest.destroy(10 * SLOW)) == []
-        raise AssertionError("unreachable")
+        try:
+            return self._start()
+        except HostRefused as error:
+            if not proven.stalled(error.message):
+                raise
+            assert self.do(self.guest.destroy(10 * SLOW)) == []
+        return self._start()
 
     def _start(self) -> LiveMachine:
         self.guest = self.do(self.engine.launch(self.spec).claim())

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import tarfile
+from pathlib import Path
+from typing import Any
 
+import proven
+import pytest
 from live import MIB, PROFILE, SLOW, LiveMachine
 
 from kernel_provisioner.engines.smolvm import monitor
+from kernel_provisioner.processes import is_running
 
 _ATTEMPT = """
 import os, socket
@@ -23,43 +30,60 @@ def attempt(what):
 def test_guest_is_attested_inside_the_pinned_machine(shared: LiveMachine) -> None:
     facts = shared.engine.verify()
     machine = shared.facts["vm"]
-    print(f"\nsmolvm {facts.version}, guest kernel {machine['kernel']}")
     assert facts.version == "1.32.2"
     assert machine["kernel"].startswith("6.18.")
     assert 0.85 * PROFILE.ram_bytes <= machine["memory_bytes"] <= PROFILE.ram_bytes
     assert shared.facts["seccomp_mode"] == 2
     assert shared.facts["uid"] == [10001] * 4
     assert shared.guest.limits["guest_kernel"] == machine["kernel"]
+    proven.note("smolvm version", facts.version)
+    proven.note("guest kernel", machine["kernel"])
+    proven.note(
+        "limits attested",
+        f"{machine['memory_bytes'] // MIB} of {PROFILE.ram_bytes // MIB} MiB, "
+        f"{machine['cpus']} CPU, uid {shared.facts['uid'][0]}, seccomp mode "
+        f"{shared.facts['seccomp_mode']}, interfaces {', '.join(machine['interfaces'])}",
+    )
 
 
 def test_kernel_answers_through_the_exposed_sockets(shared: LiveMachine) -> None:
+    async def kernel_info() -> dict[str, Any]:
+        reply: dict[str, Any] = await shared.client.kernel_info(reply=True, timeout=20 * SLOW)
+        return reply["content"]
+
+    content = shared.do(kernel_info())
+    assert content["status"] == "ok" and content["implementation"] == "ipython"
+    proven.note("kernel_info_reply", content["banner"].splitlines()[0])
     assert shared.run("print(6 * 7)") == "42"
     assert shared.run("import os; print(os.getuid(), os.getcwd())") == "10001 /workspace"
 
 
 def test_no_network_but_loopback(shared: LiveMachine) -> None:
-    """A service of the host listens on every address; the guest reaches none."""
-    with socket.socket() as listener:
+    """A service of the host listens on every address of it; the guest reaches none."""
+    addresses = ["127.0.0.1", "192.0.2.1", "10.0.2.2", "1.1.1.1"]
+    with socket.socket() as listener, socket.socket() as proof:
         listener.bind(("0.0.0.0", 0))
         listener.listen()
         port = listener.getsockname()[1]
+        # The address is one of this host (tools/live/run.sh), and here the service answers.
+        proof.connect(("192.0.2.1", port))
         text = shared.run(
             f"""{_ATTEMPT}
 print(open('/proc/net/route').read().count(chr(10)))
 print(sorted(line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]))
-for address in ('127.0.0.1', '10.0.2.15', '10.0.2.2', '1.1.1.1'):
+for address in {addresses}:
     print(attempt(lambda: socket.create_connection((address, {port}), 5)))
-print(attempt(lambda: socket.socket(40, socket.SOCK_STREAM)))
+for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+    print(attempt(lambda: socket.socket(40, kind)))
+print(attempt(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW)))
 """
         )
     assert text.splitlines() == [
         "1",
         "['lo']",
         "Connection refused",
-        "Network is unreachable",
-        "Network is unreachable",
-        "Network is unreachable",
-        "Address family not supported by protocol",
+        *["Network is unreachable"] * 3,
+        *["Address family not supported by protocol"] * 3,
     ]
 
 
@@ -88,6 +112,39 @@ print(repr(open('/proc/cmdline').read()))
         "[]",
         "''",
     ]
+
+
+def test_agent_and_machine_are_out_of_reach(shared: LiveMachine) -> None:
+    """Only the enclosure's process 1, a fork of the agent and root's, is seen, and not touched."""
+    gone = ("/dev/mem", "/dev/vda", "/dev/kvm", "/dev/vsock", "/mnt/g/agent.py", "/run/smolvm")
+    text = shared.run(
+        f"""{_ATTEMPT}
+names = [n for n in os.listdir('/proc') if n.isdigit()]
+words = {{n: open(f'/proc/{{n}}/cmdline').read() for n in names}}
+print([n for n, word in words.items() if 'agent' in word or 'smol' in word])
+print(os.stat('/proc/1').st_uid)
+points = [line.split()[1] for line in open('/proc/self/mounts')]
+print([p for p in points if p.startswith(('/run', '/storage', '/mnt', '/overlay'))])
+print(attempt(lambda: os.kill(1, 9)))
+print(attempt(lambda: os.listdir('/proc/1/root')))
+print(attempt(lambda: os.listdir('/proc/1/fd')))
+print(attempt(lambda: open('/proc/1/mem')))
+for name in ('/run/backintel/agent', chr(0) + '/run/backintel/agent', chr(0) + 'agent'):
+    with socket.socket(socket.AF_UNIX) as sock:
+        print(attempt(lambda: sock.connect(name)))
+for path in {gone}:
+    print(attempt(lambda: os.stat(path)))
+"""
+    )
+    assert text.splitlines() == [
+        *("['1']", "0", "[]"),
+        "Operation not permitted",
+        *["Permission denied"] * 3,
+        "No such file or directory",
+        *["Connection refused"] * 2,
+        *["No such file or directory"] * len(gone),
+    ]
+    assert shared.guest.sample().tasks > 1
 
 
 def test_full_mounts_are_the_guests_own_trouble(shared: LiveMachine) -> None:
@@ -128,3 +185,73 @@ def test_monitor_is_confined_and_unprivileged(shared: LiveMachine) -> None:
     for name in ("mnt", "pid", "net", "ipc"):
         own = os.readlink(f"/proc/self/ns/{name}")
         assert os.readlink(f"/proc/{machine.pid}/ns/{name}") != own
+
+
+@pytest.fixture
+def second(own: LiveMachine) -> LiveMachine:
+    """Another machine beside the shared one."""
+    return own.start().release()
+
+
+def test_two_machines_at_once_do_not_see_each_other(
+    shared: LiveMachine, second: LiveMachine
+) -> None:
+    places = ("/workspace", "/tmp", "/dev/shm", "/artifacts")
+    pairs = ((shared, "first", second), (second, "second", shared))
+    for machine, mark, _ in pairs:
+        machine.run(f"for p in {places}: open(p + '/{mark}.csv', 'w').write('{mark}')")
+    for machine, mark, _ in pairs:
+        found = machine.run(f"import os\nfor p in {places}: print(sorted(os.listdir(p)))")
+        assert found.count(f"'{mark}.csv'") == len(places)
+        assert found.count(".csv") == len(places)
+    for machine, _, other in pairs:
+        stage = Path(f"/proc/{machine.guest.leftovers.processes[1].pid}/root/tmp")
+        assert os.path.samefile(stage / "k/agent", machine.plan.directories[1] / "agent")
+        assert not os.path.samefile(stage / "k/agent", other.plan.directories[1] / "agent")
+        assert _reachable(int(str(machine.guest.limits["monitor_uid"])), other) == []
+    # What ends one of them is told there with evidence, and the other does not notice.
+    second.begin("block = []\nwhile True: block.append(bytearray(16 << 20))")
+    assert second.wait(30).status == -9
+    assert second.guest.sample().oom_kills > 0
+    assert shared.guest.sample().oom_kills == 0
+    assert shared.run("print(open('/workspace/first.csv').read())") == "first"
+
+
+def _reachable(user: int, other: LiveMachine) -> list[str]:
+    """Return what a process of one monitor's user can list of another machine."""
+    proc = Path(f"/proc/{other.guest.leftovers.processes[1].pid}")
+    places = [*map(str, other.plan.directories), f"{proc}/root/tmp", f"{proc}/fd", f"{proc}/task"]
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            for path in places:
+                with contextlib.suppress(PermissionError):
+                    os.listdir(path)
+                    os.write(writable, path.encode() + b"\n")
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with open(readable, "rb") as answers:
+        listed = answers.read().decode().splitlines()
+    os.waitpid(child, 0)
+    # The last, which anybody may list, shows that this process lived to try them all.
+    assert listed.pop() == places[-1]
+    return listed
+
+
+def test_artifacts_are_there_after_the_kill_and_then_nothing(shared: LiveMachine) -> None:
+    """The last of this module: it ends the machine that the others shared."""
+    shared.run("import os\nfor n in os.listdir('/artifacts'): os.unlink('/artifacts/' + n)")
+    shared.run("open('/artifacts/a.csv', 'w').write('a,b\\n')")
+    shared.begin("while True: pass")
+    processes = shared.guest.leftovers.processes
+    shared.guest.kill()
+    assert shared.wait().status == -9
+    with shared.guest.artifacts() as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+        assert [member.name for member in tar] == ["a.csv"]
+    assert shared.do(shared.guest.destroy(10 * SLOW)) == []
+    assert [process for process in processes if is_running(process)] == []

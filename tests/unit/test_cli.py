@@ -14,8 +14,11 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from kernel_provisioner import __version__
+from kernel_provisioner.cli import sandbox
 from kernel_provisioner.cli.main import build_parser, main
 from kernel_provisioner.cli.run import settings_of
+from kernel_provisioner.engines.smolvm import host
+from kernel_provisioner.paths import StateDirs
 
 
 @pytest.fixture(autouse=True)
@@ -273,3 +276,13 @@ def test_a_signal_unwinds(signum: signal.Signals, status: int) -> None:
         child.send_signal(signum)
         rest, _ = child.communicate(timeout=30)
     assert (child.returncode, rest) == (status, "cleaned\n")
+
+
+def test_prepare_says_why_the_microvm_is_left_out_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "check_host", lambda: host.check_kvm(tmp_path / "kvm"))
+    sandbox._prepare_machine(StateDirs(tmp_path, tmp_path, tmp_path / "run"))
+    said = capsys.readouterr().err
+    assert "the engine smolvm is left out" in said
+    assert "does not exist" in said and "firmware" in said

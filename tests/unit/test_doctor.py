@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from filelock import FileLock
 
 from kernel_provisioner import doctor
 from kernel_provisioner.cli.main import main
-from kernel_provisioner.errors import HostRefused
+from kernel_provisioner.engines.registry import get_engine
+from kernel_provisioner.engines.smolvm import failures, host, release
+from kernel_provisioner.errors import BackIntelError, HostRefused
 from kernel_provisioner.paths import StateDirs
 
 
@@ -135,3 +139,67 @@ def test_check_exits_3_when_something_fails(
     report = json.loads(capsys.readouterr().out)
     assert (report["schema"], report["ok"]) == ("backintel.check/1", False)
     assert {"name", "status", "found", "remedy"} == set(report["checks"][0])
+
+
+class RefusingEngine:
+    """An engine whose own check of the host or of its files says no."""
+
+    def __init__(self, refuse: Callable[[], object]) -> None:
+        self._refuse = refuse
+
+    def verify(self, *, deep: bool = False) -> NoReturn:
+        self._refuse()
+        raise AssertionError("it was expected to refuse")
+
+
+def _no_device() -> None:
+    host.check_kvm(Path("/nonexistent/kvm"))
+
+
+def _no_permission() -> None:
+    device = os.stat("/dev/null")
+    raise host.refused_device(Path("/dev/kvm"), device)
+
+
+def _old_libc() -> None:
+    host.check_libc("glibc", "2.31")
+
+
+def _wrong_platform() -> None:
+    release.load_pins("windows-AMD64")
+
+
+def _cannot_boot() -> None:
+    raise failures.explain("no boot progress for 30 seconds", None, "smol-vmm ended", "boot")
+
+
+REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
+    _no_device: ("does not exist", "firmware"),
+    _no_permission: ("may not use", "read and write access"),
+    _old_libc: ("glibc 2.34 or newer", "newer distribution"),
+    _wrong_platform: ("does not run on windows-AMD64", "Linux on x86-64 or arm64"),
+    _cannot_boot: ("cannot boot it", "nested virtualization"),
+}
+
+
+@pytest.mark.parametrize("refuse", REFUSALS)
+def test_each_reason_against_a_microvm_has_its_own_words_and_remedy(
+    refuse: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none hides what the doctor says of the other engine."""
+    real = get_engine
+
+    def engines(name: str) -> object:
+        return RefusingEngine(refuse) if name == "smolvm" else real(name)
+
+    monkeypatch.setattr(doctor, "get_engine", engines)
+    checks = {check.name: check for check in doctor._engines(deep=False)}
+    with pytest.raises(BackIntelError) as caught:
+        refuse()
+    assert caught.value.permanent, "an autorestart does not try it again"
+    found, remedy = REFUSALS[refuse]
+    assert found in checks["engine smolvm"].found
+    assert remedy in checks["engine smolvm"].remedy
+    assert checks["engine bwrap"].status == "ok"
+    others = [words for other, words in REFUSALS.items() if other is not refuse]
+    assert not [words for words, _ in others if words in checks["engine smolvm"].found]

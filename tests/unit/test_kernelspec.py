@@ -85,7 +85,6 @@ def test_sources_are_stored_by_canonical_path(
     [
         ({"engine": "auto"}, ConfigError, "command line"),
         ({"engine": "docker"}, ConfigError, "docker"),
-        ({"engine": "smolvm"}, BackIntelError, "smolvm"),
         ({"profile": "huge"}, ConfigError, "huge"),
         ({"sources": {"x": "/etc"}}, SourceRefused, "/etc"),
         ({"sources": {"x": "/nowhere"}}, SourceRefused, "does not exist"),

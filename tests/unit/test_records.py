@@ -117,6 +117,22 @@ def test_sweep_kills_by_identity_removes_sockets_and_leaves_a_receipt(
     assert sweep(dirs) == []
 
 
+def test_sweep_removes_the_directories_of_a_microvm(dirs: StateDirs) -> None:
+    made = record(dirs, GONE, Leftovers())
+    name = made.session
+    places = (dirs.machines / name, made.socket_dir / name)
+    for place in places:
+        (place / "vms").mkdir(parents=True)
+        (place / "vms" / "disk.raw").write_bytes(b"x")
+    strangers = (dirs.engines / name, dirs.runtime / "another" / name)
+    for place in strangers:
+        place.mkdir(parents=True)
+    write_record(dirs, replace(made, leftovers=Leftovers(directories=(*places, *strangers))))
+    lines = sweep(dirs)
+    assert [place.exists() for place in (*places, *strangers)] == [False, False, True, True]
+    assert sum("is not a place of ours" in line for line in lines) == 2
+
+
 def test_sweep_spares_a_stranger_that_has_a_recorded_number(
     dirs: StateDirs, sleeper: subprocess.Popen[bytes]
 ) -> None:

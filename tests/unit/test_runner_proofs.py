@@ -79,3 +79,23 @@ def test_auto_without_a_proof_names_each_reason_and_the_remedy(dirs: StateDirs) 
     assert "vm: vm is not installed" in str(caught.value)
     assert "ns: it was not booted" in str(caught.value)
     assert "backintel sandbox check --boot" in caught.value.remedy
+
+
+def test_auto_passes_over_an_engine_that_this_host_cannot_run(dirs: StateDirs) -> None:
+    strong, weak = MockEngine("vm", {}), MockEngine("ns", {"b": "2"})
+    _prove(dirs, weak)
+    choice = _resolve(dirs, strong, weak)
+    assert (choice.engine, choice.requested) == ("ns", "auto")
+
+
+def test_a_proof_is_bound_to_the_engines_device(
+    dirs: StateDirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = MockEngine("vm", {"a": "1"})
+    monkeypatch.setattr(proofs, "_DEVICES", {"vm": Path("/dev/null")})
+    key = _prove(dirs, engine)
+    assert key.device == str(Path("/dev/null").stat().st_rdev)
+    assert _resolve(dirs, engine).engine == "vm"
+    monkeypatch.setattr(proofs, "_DEVICES", {"vm": Path("/dev/zero")})
+    with pytest.raises(EngineUnavailable, match="not booted since"):
+        _resolve(dirs, engine)

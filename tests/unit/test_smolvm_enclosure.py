@@ -208,7 +208,7 @@ def test_signal_kill_artifacts_and_the_end_of_the_host(tmp_path: Path) -> None:
                 await run(client, "open('/artifacts/a.csv', 'w').write('a,b\\n')")
                 await run(client, "import os; os.symlink('/etc/shadow', '/artifacts/link.txt')")
                 sample = (await asyncio.wait_for(made.samples.get(), 10))["sample"]
-                assert sample["memory_bytes"] > 0 and sample["oom_kills"] == 0
+                assert sample["memory_bytes"] > 0 and sample["tasks"] > 0
                 client.execute("print('busy')\nwhile True: pass")
                 while (message := await client.get_iopub_msg(timeout=20))["msg_type"] != "stream":
                     assert message

@@ -5,7 +5,7 @@ QEMU emulates an AMD machine with nested virtualization in software, Debian 13's
 checkout are cached by what they are made of, outside the repository. Needs root and Debian's
 package archive; never imported by the product.
 
-    python tools/live/machine.py [--log FILE] [-- ARGUMENTS OF PYTEST]
+    python tools/live/machine.py [--full] [--log FILE] [-- ARGUMENTS OF PYTEST]
 """
 
 from __future__ import annotations
@@ -182,8 +182,13 @@ def make_engine(place: Path, site: Path, emulator: Path) -> None:
     (place / "agent.tar").unlink()
 
 
-def make_payload(place: Path, site: Path, engine: Path, arguments: Sequence[str]) -> Path:
-    """Put this checkout, its tests and the facts of the image on a disk of their own."""
+def make_payload(
+    place: Path, site: Path, engine: Path, arguments: Sequence[str], data: Sequence[Path] = ()
+) -> Path:
+    """Put this checkout, its tests and the facts of the image on a disk of their own.
+
+    ``data`` are directories of the checkout that it does not track.
+    """
     tree = place / "payload"
     repo = tree / "repo"
     repo.mkdir(parents=True)
@@ -195,6 +200,8 @@ def make_payload(place: Path, site: Path, engine: Path, arguments: Sequence[str]
         if source.is_file():
             (repo / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, repo / name)
+    for directory in data:
+        shutil.copytree(directory, repo / directory.relative_to(REPO))
     image = load_image(state_dirs())
     facts = read_facts(image.receipt_path)
     names = ("python", "arch", "created", "source", "recipe")
@@ -238,7 +245,9 @@ def command(emulator: Path, machine: Path, disks: Sequence[Path]) -> list[str]:
         *(str(libraries / "ld-linux-x86-64.so.2"), "--library-path", qemu_libraries(libraries)),
         *(str(root / "usr/bin/qemu-system-x86_64"), "-L", str(root / "usr/share/qemu")),
         *("-L", str(root / "usr/share/seabios"), "-machine", "q35"),
-        *("-accel", "tcg,thread=multi,tb-size=1024", "-cpu", "max,+svm", "-smp", "2"),
+        *("-accel", "tcg,thread=multi,tb-size=1024", "-smp", "2"),
+        # Five levels of page tables in both kernels would make each nested walk half as long again.
+        *("-cpu", "max,+svm,-la57"),
         *("-m", MEMORY, "-nodefaults", "-no-reboot", "-display", "none", "-vga", "none"),
         *("-kernel", str(machine / "vmlinuz"), "-initrd", str(machine / "initrd.img")),
         *("-append", append, *drives, "-device", "virtio-rng-pci", "-serial", "stdio"),
@@ -290,6 +299,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, default=REPO / ".data/live/console.log")
     parser.add_argument("--timeout", type=float, default=1500, help="seconds for the machine")
     parser.add_argument("--build-only", action="store_true")
+    parser.add_argument("--full", action="store_true", help="the rarer tests and flights, too")
     parser.add_argument("pytest", nargs="*")
     options = parser.parse_args()
     if os.geteuid() != 0 or sys.platform != "linux" or os.uname().machine != "x86_64":
@@ -314,7 +324,9 @@ def main() -> int:
     work = cache_dir() / f".run.{os.getpid()}"
     shutil.rmtree(work, ignore_errors=True)
     try:
-        payload = make_payload(work, site / "site", engine / "engine", options.pytest)
+        arguments = [*([] if options.full else ["-m", "not full"]), *options.pytest]
+        data = [REPO / ".data/flights"] if options.full else []
+        payload = make_payload(work, site / "site", engine / "engine", arguments, data)
         disks = [machine / "disk.img", image_disk / "image.img", payload]
         started = time.monotonic()
         say(f"booting the machine; the console is kept in {options.log}")

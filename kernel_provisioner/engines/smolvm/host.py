@@ -66,7 +66,12 @@ def check_kvm(kvm: Path = KVM) -> None:
             f"{kvm} is not a character device.", remedy="remove it and load the kvm module."
         )
     if not os.access(kvm, os.R_OK | os.W_OK):
-        raise EngineUnavailable(f"this user may not use {kvm}.", remedy=_permission(info))
+        raise refused_device(kvm, info)
+
+
+def refused_device(kvm: Path, info: os.stat_result) -> EngineUnavailable:
+    """Return the error of a device that this user may not use; the remedy fits its group."""
+    return EngineUnavailable(f"this user may not use {kvm}.", remedy=_permission(info))
 
 
 def _permission(info: os.stat_result) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kernel_provisioner.engines.base import CHANNELS, GuestSpec, SourceMount
 from kernel_provisioner.engines.smolvm.command import AGENT, SOURCE_FILE, View, host_name
-from kernel_provisioner.engines.smolvm.release import AGENT_ROOT, Prepared, home
+from kernel_provisioner.engines.smolvm.release import AGENT_ROOT, Prepared
 from kernel_provisioner.errors import StartFailed
 from kernel_provisioner.paths import StateDirs
 
@@ -35,7 +35,7 @@ class Places:
     @classmethod
     def of(cls, spec: GuestSpec, dirs: StateDirs) -> Places:
         """Return the directories of a session; nothing is made."""
-        return cls(home(dirs) / "sessions" / spec.session, spec.socket_dir / spec.session)
+        return cls(dirs.machines / spec.session, spec.socket_dir / spec.session)
 
     @property
     def agent(self) -> Path:

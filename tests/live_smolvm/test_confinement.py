@@ -1,0 +1,77 @@
+"""The real SmolVM's monitor: what of the host it sees and what Landlock keeps from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live import LiveMachine
+
+from kernel_provisioner.engines.base import GuestSpec
+from kernel_provisioner.engines.smolvm import command
+
+_OUTSIDE = Path("/srv/outside")
+
+
+@pytest.fixture
+def outside() -> Iterator[Path]:
+    """A directory that every user may write to, and that is not below any allowed path."""
+    _OUTSIDE.mkdir()
+    _OUTSIDE.chmod(0o777)
+    yield _OUTSIDE
+    for path in _OUTSIDE.iterdir():
+        path.unlink()
+    _OUTSIDE.rmdir()
+
+
+@pytest.mark.parametrize(
+    "enforced", [True, pytest.param(False, marks=pytest.mark.full)], ids=["enforced", "without"]
+)
+def test_socket_outside_the_allowed_paths_never_appears(
+    own: LiveMachine, outside: Path, monkeypatch: pytest.MonkeyPatch, enforced: bool
+) -> None:
+    """Only Landlock forbids it, as the run without it shows: users and modes allow it."""
+    arguments, environ = command.arguments, command.environ
+
+    def with_another(spec: GuestSpec, view: command.View) -> list[str]:
+        words = arguments(spec, view)
+        end = words.index("--")
+        return [*words[:end], "--expose-socket", f"/run/other:{outside}/socket", *words[end:]]
+
+    def confined(view: command.View, start_s: float) -> dict[str, str]:
+        words = environ(view, start_s)
+        return words if enforced else {**words, "SMOLVM_LANDLOCK": "off"}
+
+    monkeypatch.setattr(command, "arguments", with_another)
+    monkeypatch.setattr(command, "environ", confined)
+    own.start()
+    machine = own.guest.leftovers.processes[1]
+    assert (own.plan.directories[1] / "agent").is_socket()
+    assert (outside / "socket").exists() is not enforced
+    _monitor_sees_its_stage_alone(machine.pid)
+    assert _may_write(int(str(own.guest.limits["monitor_uid"])), outside)
+
+
+def _monitor_sees_its_stage_alone(pid: int) -> None:
+    root = Path(f"/proc/{pid}/root")
+    assert (root / "tmp/k/agent").is_socket()
+    assert sorted(path.name for path in (root / "tmp").iterdir()) == [
+        *("d", "dev", "e", "g", "i", "k", "s0", "s1"),
+    ]
+
+
+def _may_write(user: int, place: Path) -> bool:
+    """Whether users and modes let this user make a file there."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            (place / "made").touch()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
