@@ -32,6 +32,7 @@ class Killing:
         self._group = group
         self.kind, self.paths = group.kind, group.paths
         self.create, self.usage = group.create, group.usage
+        self.freezer = group.freezer
         self.victim = 0
 
     def admit(self, pid: int) -> None:
