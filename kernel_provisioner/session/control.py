@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Callable, Mapping
 
 from kernel_provisioner import wire
@@ -32,6 +33,13 @@ class Control:
         self._lock = asyncio.Lock()
         self.overhear: Callable[[Mapping[str, object]], None] | None = None
         """Is told each message that is sent: who looks at the session hears of its end too."""
+
+    @property
+    def owner(self) -> int:
+        """The process that made the socket, also if a fork of it holds it alone by now."""
+        size = struct.calcsize("3i")
+        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return int(struct.unpack("3i", credentials)[0])
 
     async def receive(self) -> dict[str, object] | None:
         """Return the next message, or None at end of file. Raises WireError."""

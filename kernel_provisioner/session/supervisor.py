@@ -508,14 +508,17 @@ class Supervisor:
     def _watch_owner(self) -> None:
         """End when the owner's process is gone, even if a fork of it kept the socket open."""
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError):
-            fd = os.pidfd_open(os.getppid())
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(self._control.owner)
 
             def gone() -> None:
                 loop.remove_reader(fd)
                 self._owner_left()
 
             loop.add_reader(fd, gone)
+        if os.getppid() != self._control.owner:
+            # It left before it was watched; its number may be another's by now.
+            self._owner_left()
         loop.add_signal_handler(signal.SIGTERM, self._end, Reason.SHUTDOWN)
 
 

@@ -38,6 +38,11 @@ PERMANENT = {
     "run_deadline": True,
     "attestation_failed": True,
     "wire": False,
+    # Answers to questions about a session, never met by a start
+    "freeze_refused": True,
+    "not_found": True,
+    "not_running": True,
+    "no_answer": False,
 }
 
 

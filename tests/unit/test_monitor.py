@@ -18,7 +18,7 @@ def test_an_interrupt_that_fails_ends_the_session() -> None:
         told: list[dict[str, object]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
 
-        def interrupt() -> None:
+        def interrupt(msg_id: str) -> None:
             raise OSError("the guest cannot be signalled")
 
         def end(reason: Reason, **_: object) -> None:

@@ -209,10 +209,10 @@ def test_signal_kill_artifacts_and_the_end_of_the_host(tmp_path: Path) -> None:
                 await run(client, "import os; os.symlink('/etc/shadow', '/artifacts/link.txt')")
                 sample = (await asyncio.wait_for(made.samples.get(), 10))["sample"]
                 assert sample["memory_bytes"] > 0 and sample["tasks"] > 0
-                client.execute("print('busy')\nwhile True: pass")
+                busy = client.execute("print('busy')\nwhile True: pass")
                 while (message := await client.get_iopub_msg(timeout=20))["msg_type"] != "stream":
                     assert message
-                made.control.send({"op": "signal", "signum": 2})
+                made.control.send({"op": "signal", "signum": 2, "msg_id": busy})
                 reply = await client.get_shell_msg(timeout=20)
                 assert reply["content"]["ename"] == "KeyboardInterrupt"
                 made.control.send({"op": "kill"})
