@@ -200,7 +200,7 @@ def update(document: Path, text: str) -> None:
 def main() -> None:
     """Measure, print the table, and update a document if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--starts", type=int, default=9, help="starts of each kernel")
+    parser.add_argument("--starts", type=int, default=25, help="starts of each kernel")
     parser.add_argument("--trips", type=int, default=200, help="round trips of each kernel")
     parser.add_argument("--floods", type=int, default=5, help="floods of each kernel")
     parser.add_argument("--update", type=Path, metavar="FILE", help="put the table into FILE")
