@@ -28,10 +28,16 @@ for name in ("ttflist", "afmlist"):
         else entry
         for entry in getattr(manager, name)
     ]
-    # Else each plot warns that this family has no normal weight: its only one is called medium.
+    # Else each plot warns that this family has no normal weight and each bold title that it has no
+    # bold one: its only one is called medium.
     entries = [
-        dataclasses.replace(entry, weight=400) if entry.name == FALLBACK else entry
+        same
         for entry in entries
+        for same in (
+            [dataclasses.replace(entry, weight=weight) for weight in (400, 700)]
+            if entry.name == FALLBACK
+            else [entry]
+        )
     ]
     setattr(manager, name, sorted(entries, key=lambda entry: entry.fname.removeprefix(prefix)))
 fonts.json_dump(manager, f"{target}/fontlist-v{fonts.FontManager.__version__}.json")

@@ -52,6 +52,7 @@ def test_the_first_plot_is_silent_and_chinese_text_has_its_glyphs(shared: Shared
         "import warnings; warnings.simplefilter('error')\n"
         "import matplotlib.pyplot as plt\n"
         "figure, axes = plt.subplots(); axes.set_title('电价 電力 전기 résumé')\n"
+        "axes.set_xlabel('电价', weight='bold')\n"
         "figure.savefig('/workspace/plot.png')\n"
         "from matplotlib.font_manager import get_font, fontManager\n"
         "print(*plt.rcParams['font.family'], sep=', ')\n"

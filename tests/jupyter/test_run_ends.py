@@ -33,7 +33,8 @@ def running(tmp_path: Path, *starter: str) -> Iterator[tuple[subprocess.Popen[st
     notebook = tmp_path / "n.ipynb"
     sources = ["print('first')", "print('second', flush=True)\nimport time; time.sleep(90)"]
     nbformat.write(new_notebook(cells=[new_code_cell(source) for source in sources]), notebook)
-    command = [*starter, *COMMAND, "run", str(notebook)]
+    # Whatever runs the tests may ignore SIGHUP, and its children inherit that.
+    command = ["env", "--default-signal=HUP", *starter, *COMMAND, "run", str(notebook)]
     command += ["--out", str(tmp_path / "out"), "--json"]
     before = {record.session for record in live_sessions(state_dirs())}
     with subprocess.Popen(
