@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLIGHTS := .data/flights
 OUT := out
+SANDBOX_TESTS := tests/contract tests/jupyter tests/escape tests/lab
 # The front end of JupyterLab, and an environment that has only the wheel, JupyterLab and Notebook.
 FRONT := build/labextension/package.json
 FRONT_SOURCES := $(wildcard labextension/src/* labextension/style/* labextension/schema/*) \
@@ -14,7 +15,7 @@ LAB := .data/lab
 # Test programs that start many processes must not depend on how the caller silences Python.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME NODE_OPTIONS
 
-.PHONY: lab lab-build lab-wheel lab-images test-lab run test lint image data bench test-suites test-docs test-faults faults test-live-smolvm test-live-smolvm-full test-user user-lane format clean help
+.PHONY: lab lab-build lab-wheel lab-images test-lab run test test-unit lint image data bench test-suites test-docs test-faults faults test-live-smolvm test-live-smolvm-full test-user user-lane format clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -53,9 +54,16 @@ run: $(STAMP) $(FLIGHTS)
 	@$(BIN)/backintel run notebooks/flights.ipynb --engine auto \
 		--source flights=$(FLIGHTS) --out $(OUT)
 
-test: lint image $(FLIGHTS) $(FRONT)
-	$(BIN)/python -m pytest --durations=15
-	$(MAKE) --no-print-directory test-lab
+# Two at a time what waits mostly for downloads or for a browser. Of the tests, only those of units
+# and of the browser run side by side: the others look at what is left on the host. The environment
+# is complete before.
+test: $(VENV)/.front
+	@$(MAKE) --no-print-directory -j2 --output-sync=line lint image $(FLIGHTS) $(FRONT)
+	@$(MAKE) --no-print-directory -j2 --output-sync=line test-unit test-lab
+	$(BIN)/python -m pytest --durations=15 $(SANDBOX_TESTS)
+
+test-unit: $(STAMP) $(FRONT)
+	$(BIN)/python -m pytest --durations=15 tests/unit
 
 $(VENV)/.front: $(STAMP)
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
