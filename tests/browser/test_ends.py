@@ -43,6 +43,7 @@ def test_a_deadline_that_ends_the_sandbox_says_so_and_offers_a_restart(
 
 
 def test_a_sandbox_that_runs_out_of_memory_says_so(someone: Person, lab: Lab) -> None:
+    """2i2c infrastructure#3427: a kernel dies of memory without a reason."""
     hungry = "held = []\nwhile True: held.append(bytearray(16 << 20))"
     someone.open(lab.notebook("hungry.ipynb", "small", hungry, "print('new')"))
     someone.ready()

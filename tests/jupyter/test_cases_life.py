@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import signal
 import sqlite3
 import time
 from contextlib import closing
@@ -111,6 +112,7 @@ def test_no_file_of_an_earlier_guest_is_in_the_next_one() -> None:
         # By a name that the search itself does not hold.
         write = f"""
 import os
+import signal
 made = 0
 for place in {PLACES} + (os.path.expanduser('~'), os.environ['XDG_CACHE_HOME']):
     with open(place + '/can' + 'ary-7c1', 'w') as file:
@@ -120,6 +122,7 @@ print(made)
 """
         look = """
 import os
+import signal
 print([p for d, _, names in os.walk('/') for p in names if p == 'can' + 'ary-7c1'])
 """
         async with sandbox() as box:
@@ -264,5 +267,30 @@ def test_a_guest_that_prints_without_end_takes_no_memory_of_the_host() -> None:
             status = Path(f"/proc/{box.supervisor_pid}/status").read_text()
             (peak,) = (line.split()[1] for line in status.splitlines() if "VmHWM" in line)
             assert int(peak) < 300 << 10, "KiB"
+
+    asyncio.run(body())
+
+
+def test_the_guests_clocks_are_right_after_it_stood_still() -> None:
+    """smolvm#521: a guest's clock drifts over a sleep; here it is the host's, to below a second."""
+
+    async def body() -> None:
+        async with sandbox() as box:
+            session = str(box.provisioner.session_id)
+            guest = [
+                pid
+                for pid in guest_processes()
+                if session in Path(f"/proc/{pid}/cgroup").read_text()
+            ]
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in guest:
+                    os.kill(pid, number)
+                if number == signal.SIGSTOP:
+                    time.sleep(3)  # how long it stands still, not a wait for anything
+            asked, steady = time.time(), time.monotonic()
+            result = await box.run("import time; print(time.time(), time.monotonic())")
+            told, counted = map(float, result.text.split())
+            assert asked <= told <= time.time() < asked + 30
+            assert steady <= counted <= time.monotonic()
 
     asyncio.run(body())
