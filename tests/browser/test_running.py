@@ -118,6 +118,9 @@ def test_a_kernel_of_others_is_not_asked_about(someone: Person, lab: Lab) -> Non
     asked: list[str] = []
     someone.page.on("request", lambda r: asked.append(r.url) if "/backintel/" in r.url else None)
     someone.open(lab.notebook("plain.ipynb", "python3", "print('plain', 1 + 1)"))
+    # Only our kernels have ready(): this one is when Lab's own status says so.
+    idle = someone.page.get_by_role("button", name="Python 3 (ipykernel) | Idle")
+    expect(idle).to_be_visible(timeout=SLOW_MS)
     someone.run(0)
     someone.sees_output(0, "plain 2")
     expect(someone.status).to_be_hidden()
