@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, ClassVar
 
 from ipykernel.ipkernel import IPythonKernel
@@ -48,6 +48,23 @@ def reaches_user_code(frame: FrameType | None) -> bool:
     return False
 
 
+def _show(
+    shell: Any,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+    tb_offset: int | None = None,
+) -> None:
+    """Show an interrupt as ipykernel does: without the frame of the handler that raised it."""
+    last = trace
+    while last is not None and last.tb_next is not None:
+        if last.tb_next.tb_frame.f_code is SandboxKernel._interrupt.__code__:
+            last.tb_next = None
+            break
+        last = last.tb_next
+    shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=True)
+
+
 class SandboxKernel(IPythonKernel):
     """IPythonKernel whose replies no interrupt can take away.
 
@@ -56,6 +73,11 @@ class SandboxKernel(IPythonKernel):
     """
 
     targets: ClassVar[int]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+        shell: Any = self.shell
+        shell.set_custom_exc((KeyboardInterrupt,), _show)
 
     def pre_handler_hook(self) -> None:
         """Take interrupts while a request is handled; ``post_handler_hook`` ends that."""

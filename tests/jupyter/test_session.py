@@ -40,6 +40,8 @@ def test_interrupt_keeps_variables() -> None:
             await box.manager.interrupt_kernel()
             result = await task
             assert result.error.startswith("KeyboardInterrupt")
+            (shown,) = [m["content"] for m in result.messages if m["msg_type"] == "error"]
+            assert "interrupts.py" not in "".join(shown["traceback"]), "it is the person's code"
             assert (await box.run("print(x + 1)")).text == "42\n"
 
     asyncio.run(body())
