@@ -1,8 +1,9 @@
 """Run a command in a copy of this checkout as a fresh ordinary user with delegated cgroups.
 
 Needs root. The user gets what a login with systemd gets: cgroups of its own with memory, cpu, pids
-and a freezer (chowned directories, v2 or v1, as the host has them), a home, nothing else. User, home
-and cgroups are removed afterwards, whatever happens. Usage: ``as_user.py COMMAND [ARGUMENT...]``.
+and a freezer (chowned directories, v2 or v1, as the host has them), a home, nothing else. User,
+home and cgroups are removed afterwards, whatever happens.
+Usage: ``as_user.py COMMAND [ARGUMENT...]``.
 """
 
 from __future__ import annotations
