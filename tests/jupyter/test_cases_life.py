@@ -253,7 +253,7 @@ get_ipython().kernel.comm_manager.register_target('echo', opened)
 
 
 def test_a_guest_that_prints_without_end_takes_no_memory_of_the_host() -> None:
-    """snekbox#81: nobody reads, the guest prints for 30 s, the supervisor stays small."""
+    """snekbox#81: nobody reads, the guest prints for up to 30 s, the supervisor stays small."""
 
     async def body() -> None:
         settings = {"cell_deadline": 30, "on_deadline": "interrupt", "grace": 2}
