@@ -60,14 +60,16 @@ class Launched:
         from kernel_provisioner.engines.bwrap.guest import BwrapGuest, Held
         from kernel_provisioner.engines.bwrap.output import OutputTail, explain
 
-        output = OutputTail(os.dup(self.ends.output))
+        output: OutputTail | None = None
         try:
+            output = OutputTail(os.dup(self.ends.output))
             child = await self._process_1(output, waiting.deadline_in(_LAUNCH_TIMEOUT_S))
             child_fd = linux.open_identity(child)
             if child_fd is None:
                 raise explain(output.text(), "its process 1 ended", "launch")
         except BaseException:
-            output.close()
+            if output is not None:
+                output.close()
             self.abandon()
             raise
         self.ends.claimed()
