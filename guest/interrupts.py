@@ -111,6 +111,6 @@ class SandboxKernel(IPythonKernel):
         """Return what the host named last since the last call."""
         try:
             names = os.read(self.targets, 65536).split()
-        except BlockingIOError:
+        except OSError:  # nothing came, or user code closed it
             return ""
         return names[-1].decode() if names else ""
