@@ -330,3 +330,29 @@ def test_what_makes_the_start_quick_does_not_show() -> None:
             assert result.error.startswith("AttributeError: module 'jupyter_client' has no")
 
     asyncio.run(body())
+
+
+def test_a_kernel_whose_code_closed_all_pipes_goes_on() -> None:
+    code = (
+        "import os\n"
+        "for name in os.listdir('/proc/self/fd'):\n"
+        "    try:\n"
+        "        found = os.readlink(f'/proc/self/fd/{name}')\n"
+        "    except FileNotFoundError:\n"
+        "        continue\n"
+        "    if int(name) > 2 and found == pipe:\n"
+        "        os.close(int(name))\n"
+    )
+    find = (
+        "import gc\n"
+        "kernel = get_ipython().kernel\n"
+        "pipe = __import__('os').readlink(f'/proc/self/fd/{kernel.targets}')\n"
+    )
+
+    async def body() -> None:
+        async with sandbox(cell_deadline=2, on_deadline="interrupt", grace=5) as box:
+            assert (await box.run(find + code)).error == ""
+            assert (await box.run("while True: pass")).error.startswith("KeyboardInterrupt")
+            assert (await box.run("print(1)")).text == "1\n"
+
+    asyncio.run(body())
