@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -128,3 +129,22 @@ def test_what_an_abandoned_launch_could_not_remove_is_told_and_swept(tmp_path: P
     assert sweep(dirs) == [f"session {session}: removed what its supervisor left"]
     assert not group.exists()
     assert list(dirs.sessions.iterdir()) == []
+
+
+def test_a_claim_that_finds_no_descriptor_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = LiveGuest("bwrap")
+    try:
+        before = children()
+        launched = live.engine.launch(live.spec)
+
+        def none_left(fd: int) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "dup", none_left)
+            with pytest.raises(OSError, match="Too many open files"):
+                live.loop.run_until_complete(launched.claim())
+        assert children() <= before, "the launcher or the keeper"
+        assert not [path for path in launched.leftovers.cgroups if path.exists()]
+    finally:
+        live.close()

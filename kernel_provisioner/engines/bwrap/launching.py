@@ -7,6 +7,7 @@ between, the keeper ends what was launched. Trusts the launcher and bubblewrap, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -126,6 +127,10 @@ def undo(group: cgroups.Group, pid: int, monitor_fd: int) -> None:
     os.waitpid(pid, 0)
     os.close(monitor_fd)
     cgroups.remove_all(group.paths, waiting.deadline_in(_UNDO_S))
+    # Process 1 of the sandbox, which this process adopted, is of the launcher's process group.
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-pid, os.WNOHANG)[0]:
+            pass
 
 
 async def _read_all(fd: int, deadline: float, until: bytes = b"") -> bytes:
