@@ -24,12 +24,6 @@ def add(observer: Observer) -> None:
     _observers.append(observer)
 
 
-def remove(observer: Observer) -> None:
-    """Tell it no more; unknown ones do not matter."""
-    if observer in _observers:
-        _observers.remove(observer)
-
-
 def tell(provisioner: SandboxProvisioner, event: str, facts: Mapping[str, Any]) -> None:
     """Tell all. Never raises."""
     for observer in list(_observers):

@@ -42,18 +42,6 @@ def _load_jupyter_server_extension(serverapp: ServerApp) -> None:
     serverapp.web_app.add_handlers(".*$", routes)  # type: ignore[no-untyped-call]
 
 
-async def _stop_jupyter_server_extension(serverapp: ServerApp) -> None:
-    """Called by Jupyter's extension manager when the server stops."""
-    from kernel_provisioner import observers
-    from kernel_provisioner.lab import metrics
-
-    ledger = serverapp.web_app.settings.get(_LEDGER)
-    if ledger is not None:
-        observers.remove(ledger.observe)
-        metrics.unwatch(ledger)
-        await ledger.close()
-
-
 def _root(serverapp: ServerApp) -> Path | None:
     """Return the directory that notebook paths are relative to, if contents are files."""
     root = getattr(serverapp.contents_manager, "root_dir", None)

@@ -91,12 +91,6 @@ class Ledger:
             found.append((entry.engine, state))
         return found
 
-    async def close(self) -> None:
-        """Stop listening."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     # -- from the provisioner ------------------------------------------------------------------
 
     def observe(

@@ -69,12 +69,6 @@ def watch(ledger: Running) -> None:
     _SESSIONS.ledgers.append(ledger)
 
 
-def unwatch(ledger: Running) -> None:
-    """Count them no more."""
-    if ledger in _SESSIONS.ledgers:
-        _SESSIONS.ledgers.remove(ledger)
-
-
 def started(engine: str, seconds: float) -> None:
     """A sandbox is ready, ``seconds`` after it was asked for."""
     _STARTS.labels(engine).observe(seconds)

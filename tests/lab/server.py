@@ -104,9 +104,19 @@ class Server:
         return self.kernels[-1]
 
     def stop(self, kernel: str) -> None:
-        if kernel in self.kernels:
-            self.kernels.remove(kernel)
-            assert self.request("DELETE", f"api/kernels/{kernel}").status == 204
+        """Shut a kernel down.
+
+        jupyter_client (8.10) cannot while it restarts a kernel by itself, which goes on for some
+        milliseconds after the kernel is ready: InvalidStateError, status 500.
+        """
+        if kernel not in self.kernels:
+            return
+        self.kernels.remove(kernel)
+        deadline = time.monotonic() + 10
+        answer = self.request("DELETE", f"api/kernels/{kernel}")
+        while answer.status == 500 and time.monotonic() < deadline:
+            answer = self.request("DELETE", f"api/kernels/{kernel}")
+        assert answer.status == 204, answer.body
 
     async def socket(self, path: str) -> WebSocketClientConnection:
         return await websocket_connect(
@@ -175,8 +185,8 @@ class Channels:
         self.connection.write_message(json.dumps(message))
         return msg_id
 
-    async def until(self, msg_id: str, msg_type: str) -> list[dict[str, Any]]:
-        """Return the messages of a cell up to the one of this type."""
+    async def until(self, msg_id: str, msg_type: str | None) -> list[dict[str, Any]]:
+        """Return the messages of a cell up to the one of this type, or the next of any type."""
         found = []
         async with asyncio.timeout(60):
             while True:
@@ -185,15 +195,30 @@ class Channels:
                 message = json.loads(raw)
                 if message["parent_header"].get("msg_id") == msg_id:
                     found.append(message)
-                    if message["msg_type"] == msg_type:
+                    if msg_type is None or message["msg_type"] == msg_type:
                         return found
 
     async def run(self, code: str) -> str:
-        """Run a cell; return its stream text. It must not fail."""
+        """Run a cell; return its stream text. It must not fail.
+
+        A server keeps no order between channels: the reply may come before the output.
+        """
         msg_id = self.send(code)
-        messages = await self.until(msg_id, "execute_reply")
-        assert messages[-1]["content"]["status"] == "ok", messages
-        return "".join(m["content"]["text"] for m in messages if m["msg_type"] == "stream")
+        text = ""
+        waited_for = {"reply", "idle"}
+        async with asyncio.timeout(60):
+            while waited_for:
+                (message,) = await self.until(msg_id, None)
+                content = message["content"]
+                match message["msg_type"]:
+                    case "execute_reply":
+                        assert content["status"] == "ok", content
+                        waited_for.discard("reply")
+                    case "status" if content["execution_state"] == "idle":
+                        waited_for.discard("idle")
+                    case "stream":
+                        text += content["text"]
+        return text
 
 
 @dataclass
