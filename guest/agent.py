@@ -3,9 +3,11 @@
 Root in the microVM, outside the enclosure and therefore out of the kernel's reach. It trusts the
 host, which alone can connect to its socket, and nothing that happens in the enclosure after the
 ``go``. Protocol (wire.py): the host opens connections and names their purpose in a first frame,
-``{"v": 1, "role": "control"}`` (answered ``{"v": 1}``, once in a life) or ``"artifacts"`` (answered
-by a tar stream). Frames to the agent carry ``op``: ``plan``, ``go``, ``signal``, ``kill``; frames
-from it carry ``attest``, ``ready``, ``failed``, ``sample`` or ``exited``.
+``{"v": 1, "role": "control"}`` (answered ``{"v": 1}``) or ``"artifacts"`` (answered by a tar
+stream). The first control connection that is used after its answer is the only one for life: a
+host that asked too early asks again, and what it gave up ends nothing. Frames to the agent carry
+``op``: ``plan``, ``go``, ``signal``, ``kill``; frames from it carry ``attest``, ``ready``,
+``failed``, ``sample`` or ``exited``.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ class Agent:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._host: socket.socket | None = None
+        self._adopting = threading.Lock()
         self._init: socket.socket | None = None
         self._first = 0
         self._first_fd = -1
@@ -112,13 +115,21 @@ class Agent:
             if hello.get("v") != wire.VERSION:
                 sock.close()
             elif hello.get("role") == "control" and self._host is None:
-                self._host = sock
                 wire.send(sock, {"v": wire.VERSION})
-                self._selector.register(sock, selectors.EVENT_READ, self._from_host)
-                return
+                if sock.recv(1, socket.MSG_PEEK) and self._adopt(sock):
+                    return
             elif hello.get("role") == "artifacts" and self._artifacts >= 0:
                 export.Export(sock, self._max_export).send(self._artifacts)
         sock.close()
+
+    def _adopt(self, sock: socket.socket) -> bool:
+        """Take this connection for the host's, unless there is one already."""
+        with self._adopting:
+            if self._host is not None:
+                return False
+            self._host = sock
+        self._selector.register(sock, selectors.EVENT_READ, self._from_host)
+        return True
 
     def _from_host(self) -> None:
         assert self._host is not None

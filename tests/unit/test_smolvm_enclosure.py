@@ -11,6 +11,7 @@ import contextlib
 import io
 import secrets
 import shutil
+import socket
 import subprocess
 import tarfile
 import time
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 from jupyter_client import AsyncKernelClient
 
+from kernel_provisioner import wire
 from kernel_provisioner.engines.base import CHANNELS, GuestSpec, SourceMount
 from kernel_provisioner.engines.bwrap import seccomp
 from kernel_provisioner.engines.bwrap.layout import layout
@@ -61,8 +63,8 @@ class Machine:
         self.control: connection.Control
         self.root = Path()
 
-    async def boot(self) -> Mapping[str, Any]:
-        """Connect as soon as the agent listens, send the plan, return the attestation's frame."""
+    async def connect(self) -> socket.socket:
+        """Return a greeted control connection as soon as the agent listens."""
         deadline = time.monotonic() + 20
         listing = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         while not (children := listing.read_text().split()):
@@ -70,7 +72,11 @@ class Machine:
             await asyncio.sleep(0.01)
         self.root = Path(f"/proc/{children[0]}/root/run/backintel")
         ended = lambda: self.process.poll() is not None  # noqa: E731
-        sock = await connection.connect(self.root / "agent", deadline, ended)
+        return await connection.connect(self.root / "agent", deadline, ended)
+
+    async def boot(self) -> Mapping[str, Any]:
+        """Connect, send the plan, return the attestation's frame."""
+        sock = await self.connect()
         self.control = connection.Control(sock, self._sort, lambda why: None)
         plan = layout(self.spec)
         self.control.send(command.guest_plan(self.spec, plan, frozenset(), seccomp.program()))
@@ -255,6 +261,44 @@ def test_second_control_connection_is_not_served(tmp_path: Path) -> None:
                 )
                 sock.close()
                 raise AssertionError("the agent took a second host")
+
+    asyncio.run(scenario())
+
+
+def test_a_control_connection_that_was_given_up_ends_nothing(tmp_path: Path) -> None:
+    """The host asks again when the answer is late, while its first question is still on its way."""
+
+    async def scenario() -> None:
+        async with machine(tmp_path) as made:
+            for _ in range(3):
+                early = await made.connect()
+                early.close()
+            assert "attest" in await made.boot()
+
+    asyncio.run(scenario())
+
+
+def test_an_attempt_that_nobody_answers_is_soon_followed_by_another(tmp_path: Path) -> None:
+    """As a monitor does that takes a connection before the guest's driver is there: for ever."""
+    place = tmp_path / "agent"
+
+    async def scenario() -> None:
+        taken: list[asyncio.StreamWriter] = []
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            taken.append(writer)
+            if len(taken) == 4:
+                await reader.readexactly(4)
+                writer.write(wire.encode({"v": wire.VERSION}))
+
+        async with await asyncio.start_unix_server(take, place):
+            began = time.monotonic()
+            sock = await connection.connect(place, began + 20, lambda: False)
+            assert time.monotonic() - began < 5
+            assert len(taken) == 4
+            sock.close()
+            for writer in taken:
+                writer.close()
 
     asyncio.run(scenario())
 

@@ -19,7 +19,13 @@ from kernel_provisioner.engines.bwrap import waiting
 from kernel_provisioner.errors import StartFailed, WireError
 
 _RETRY_S = 0.02
-_HELLO_S = 5.0
+_HELLO_S = 0.25
+_HELLO_SHARE = 0.25
+"""How long an attempt waits for its answer: this, or a share of the time since the first attempt.
+
+One that the monitor took before the guest's socket driver was there is never answered: in the
+emulated machine every boot stood idle for all of it. A share, so that a slow guest has its time.
+"""
 _READ = 65536
 EXPORT_SILENCE_S = 30.0
 """Longest pause inside an artifact stream."""
@@ -28,10 +34,11 @@ EXPORT_SILENCE_S = 30.0
 async def connect(path: Path, deadline: float, gone: Callable[[], bool]) -> socket.socket:
     """Return a greeted control connection; try again until the guest listens.
 
-    The monitor accepts long before: only the agent's answer says that somebody is there. Raises
-    TimeoutError at ``deadline``, ConnectionError once ``gone()``.
+    The monitor accepts long before: only the agent's answer says that somebody is there, and it
+    forgets what was given up. Raises TimeoutError at ``deadline``, ConnectionError once ``gone()``.
     """
     loop = asyncio.get_running_loop()
+    began = loop.time()
     while True:
         if gone():
             raise ConnectionError("the monitor ended")
@@ -40,8 +47,8 @@ async def connect(path: Path, deadline: float, gone: Callable[[], bool]) -> sock
             # A Unix socket connects at once or says EAGAIN while the monitor's short queue is full.
             sock.connect(str(path))
             await loop.sock_sendall(sock, wire.encode({"v": wire.VERSION, "role": "control"}))
-            patience = min(_HELLO_S, waiting.left(deadline))
-            if await _greeted(sock, patience):
+            patience = max(_HELLO_S, _HELLO_SHARE * (loop.time() - began))
+            if await _greeted(sock, min(patience, waiting.left(deadline))):
                 return sock
         except TimeoutError:
             pass
