@@ -132,7 +132,8 @@ test-live-smolvm: image
 test-live-smolvm-full: image $(FLIGHTS)
 	$(BIN)/python tools/live/machine.py --full --timeout 7200 --log .data/live/console.log
 
-bench: image
+bench: image lab-wheel
+	@tools/lab-chromium
 	$(BIN)/python tests/bench/bench.py --update docs/benchmarks.md
 
 clean:

@@ -58,11 +58,16 @@ class Installed:
 
 
 def build(
-    *, engine: str | None, profile: str | None, sources: Mapping[str, str]
+    *,
+    engine: str | None,
+    profile: str | None,
+    sources: Mapping[str, str],
+    name: str = KERNEL_NAME,
 ) -> dict[str, object]:
     """Return the content of kernel.json. Raises ConfigError, SourceRefused, ProfileRefused.
 
     ``auto`` is refused: a kernelspec outlives the boot proof that ``auto`` rests on (spec B).
+    ``name`` is the kernel's: of what Jupyter lists, it tells several of ours apart.
     """
     # Stated, not left open: a later default must not change a kernel that exists.
     words = {
@@ -82,7 +87,7 @@ def build(
         config["sources"] = given
     return {
         "argv": ["python3", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
-        "display_name": DISPLAY_NAME,
+        "display_name": _display_name(name, settings.engine, settings.profile.name),
         "language": "python",
         "interrupt_mode": "signal",
         "metadata": {
@@ -90,6 +95,18 @@ def build(
             "kernel_provisioner": {"provisioner_name": PROVISIONER, "config": config},
         },
     }
+
+
+def _display_name(name: str, engine: str, profile: str) -> str:
+    """Return what people choose by: all that differs from the kernel that everybody has."""
+    differs = [
+        part
+        for part, usual in ((profile, DEFAULT_PROFILE), (engine, DEFAULT_ENGINE))
+        if part != usual
+    ]
+    if name != KERNEL_NAME and name not in differs:
+        differs.insert(0, name)
+    return f"{DISPLAY_NAME} ({', '.join(differs)})" if differs else DISPLAY_NAME
 
 
 def install(spec: Mapping[str, object], name: str, location: Location) -> Path:

@@ -19,15 +19,17 @@ SCHEMA = "backintel.kernels/1"
 def install(options: argparse.Namespace) -> int:
     """Install the kernelspec."""
     sources = {name: os.path.abspath(path) for name, path in parse_sources(options.source).items()}
-    spec = kernelspec.build(engine=options.engine, profile=options.profile, sources=sources)
     location = _location(options) or kernelspec.Location.default()
     name = options.name or kernelspec.KERNEL_NAME
+    spec = kernelspec.build(
+        engine=options.engine, profile=options.profile, sources=sources, name=name
+    )
     path = kernelspec.install(spec, name, location)
     isolation = get_engine(options.engine or DEFAULT_ENGINE).isolation
     if options.json:
         emit({"schema": SCHEMA, "installed": str(path), "isolation": isolation, "spec": spec})
     else:
-        print(f"installed {kernelspec.DISPLAY_NAME!r} as {name} in {path}")
+        print(f"installed {spec['display_name']!r} as {name} in {path}")
         print(f"isolation {isolation}")
     return EXIT_DONE
 

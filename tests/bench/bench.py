@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pages
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.manager import AsyncKernelManager
 
@@ -203,29 +204,30 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=25, help="starts of each kernel")
     parser.add_argument("--trips", type=int, default=200, help="round trips of each kernel")
     parser.add_argument("--floods", type=int, default=5, help="floods of each kernel")
+    parser.add_argument(
+        "--pages", type=int, default=5, help="visits of JupyterLab with each kernel"
+    )
     parser.add_argument("--update", type=Path, metavar="FILE", help="put the table into FILE")
     options = parser.parse_args()
-    if min(options.starts, options.trips, options.floods) < 5:
+    if min(options.starts, options.trips, options.floods, options.pages) < 5:
         parser.error("medians need at least 5 of each.")
     named = machine()
+
+    def say(text: str) -> None:
+        print(f"bench: {text}", file=sys.stderr, flush=True)
+
     with tempfile.TemporaryDirectory() as prefix:
         command = [sys.executable, "-m", "kernel_provisioner.cli.main", "kernel", "install"]
         subprocess.run([*command, "--prefix", prefix], check=True, timeout=60)
         os.environ["JUPYTER_PATH"] = f"{prefix}/share/jupyter"
-        results, versions = asyncio.run(
-            measure(
-                options.starts,
-                options.trips,
-                options.floods,
-                lambda text: print(f"bench: {text}", file=sys.stderr, flush=True),
-            )
-        )
+        results, versions = asyncio.run(measure(options.starts, options.trips, options.floods, say))
     stated = "; ".join(
         f"{name}: Python {python}, ipykernel {ipykernel}"
         for name, (python, ipykernel) in ((n, versions[n].split()) for n in (PLAIN, OURS))
     )
     today = datetime.now(UTC).date().isoformat()
-    text = f"{table(results)}\n\n{today}. {named}. {stated}."
+    shown = pages.table(pages.measure(options.pages, say), percentile)
+    text = f"{table(results)}\n\n{shown}\n\n{today}. {named}. {stated}."
     print(text)
     if options.update:
         update(options.update, text)

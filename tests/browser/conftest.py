@@ -35,10 +35,19 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def kernels() -> dict[str, dict[str, object]]:
-    """Return kernels with limits that a test can reach."""
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory that a kernel has as a source."""
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "a.txt").write_text("of the owner")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def kernels(files: Path) -> dict[str, dict[str, object]]:
+    """Return kernels with limits that a test can reach, and one with a source."""
     late = {"cell_deadline": 3, "grace": 2}
     return {
+        "sourced": kernel("With a source", profile="small", sources={"files": str(files)}),
         "late": kernel("Interrupted at 3 s", **late, on_deadline="interrupt"),
         "strict": kernel("Ended at 3 s", **late, on_deadline="cancel"),
         "small": kernel("Little memory", profile="small"),

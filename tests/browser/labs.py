@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from playwright.sync_api import APIResponse, Browser, Locator, Page, expect
+from playwright.sync_api import (
+    APIResponse,
+    Browser,
+    Locator,
+    Page,
+    Route,
+    WebSocketRoute,
+    expect,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".data" / "lab"
@@ -161,6 +171,12 @@ class Lab:
         self._reader.join(STOP_S)
 
     @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def log(self) -> str:
         """What the server wrote, without the token."""
         return "".join(self._log).replace(self.token, "TOKEN")
@@ -191,6 +207,47 @@ class Lab:
         }
         (self.root / name).write_text(json.dumps(content))
         return name
+
+
+class SlowStart:
+    """Keeps from a page that a kernel is up, as if that took longer, until it is let.
+
+    What the server says is real and in its order; only the words of the last phase, and the answer
+    to the question for a kernel, come later.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self._held: list[tuple[WebSocketRoute, str | bytes]] = []
+        self._asked: list[tuple[Route, APIResponse]] = []
+        self._holding = True
+        page.route_web_socket(re.compile("/api/events/subscribe"), self._events)
+        page.route(re.compile(r"/api/sessions\b"), self._session)
+
+    def _events(self, socket: WebSocketRoute) -> None:
+        server = socket.connect_to_server()
+
+        def pass_on(message: str | bytes) -> None:
+            told = json.loads(message)
+            if self._holding and (self._held or "ready" in (told.get("event"), told.get("phase"))):
+                self._held.append((socket, message))
+            else:
+                socket.send(message)
+
+        server.on_message(pass_on)
+
+    def _session(self, route: Route) -> None:
+        if route.request.method != "POST" or not self._holding:
+            route.continue_()
+            return
+        self._asked.append((route, route.fetch()))
+
+    def end(self) -> None:
+        """Let the page hear all."""
+        self._holding = False
+        for receiver, message in self._held:
+            receiver.send(message)
+        for route, answer in self._asked:
+            route.fulfill(response=answer)
 
 
 class Person:
@@ -256,10 +313,19 @@ class Person:
             return
         self.page.close()
         for running in self.ask("api/kernels").json():
-            gone = self.ask(f"api/kernels/{running['id']}", "DELETE")
-            # One that died may be forgotten meanwhile.
-            assert gone.ok or gone.status == 404, gone.text()
+            self._end(running["id"])
         self.page.context.close()
+
+    def _end(self, kernel_id: str) -> None:
+        """End a kernel; one that died may be forgotten meanwhile.
+
+        jupyter_client (8.10) cannot while it restarts a kernel by itself: status 500.
+        """
+        deadline = time.monotonic() + STOP_S
+        gone = self.ask(f"api/kernels/{kernel_id}", "DELETE")
+        while gone.status == 500 and time.monotonic() < deadline:
+            gone = self.ask(f"api/kernels/{kernel_id}", "DELETE")
+        assert gone.ok or gone.status == 404, gone.text()
 
     def show_panel(self) -> None:
         """Open the sandbox panel from the sidebar."""

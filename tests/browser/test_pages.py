@@ -172,9 +172,7 @@ def test_a_hidden_page_asks_nothing_and_an_idle_one_little(
         someone.page.evaluate(HIDE, False)
 
 
-def test_the_limits_and_sources_of_a_kernel_are_shown_before_it_starts(
-    someone: Person, lab: Lab
-) -> None:
+def test_a_shutdown_that_a_person_asked_for_is_no_alarm(someone: Person, lab: Lab) -> None:
     someone.open(lab.notebook("before.ipynb", "small", "1"))
     someone.ready()
     someone.page.locator(".jp-MenuBar-item, .lm-MenuBar-item", has_text="Kernel").first.click()

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
-from labs import SLOW_MS, Lab, Person
+from labs import SLOW_MS, Lab, Person, SlowStart
 from playwright.sync_api import expect
 
 # Several starts of sandboxes and pages, also on a loaded machine.
 pytestmark = pytest.mark.timeout(400)
 
+# How long the page did not draw, at most, within so many milliseconds.
+LONGEST_GAP_MS = """length => new Promise(done => {
+    const began = performance.now();
+    let before = began;
+    let longest = 0;
+    const drawn = now => {
+        longest = Math.max(longest, now - before);
+        before = now;
+        now - began < length ? requestAnimationFrame(drawn) : done(longest);
+    };
+    requestAnimationFrame(drawn);
+})"""
 PLOT = "import matplotlib.pyplot as plt\nplt.plot([1, 3, 2]);"
 
 
@@ -25,6 +38,48 @@ def test_a_notebook_from_the_launcher_runs_and_plots(someone: Person) -> None:
     someone.page.keyboard.insert_text(PLOT)
     someone.page.keyboard.press("Control+Enter")
     expect(someone.cell(0).locator(".jp-OutputArea img")).to_be_visible(timeout=SLOW_MS)
+
+
+def test_a_slow_start_says_what_it_does_and_shows_what_the_kernel_will_have(
+    someone: Person, lab: Lab, files: Path
+) -> None:
+    """Sources and limits are the owner's configuration, known before anything runs."""
+    slow = SlowStart(someone.page)
+    someone.open(
+        lab.notebook("slow.ipynb", "sourced", "print(open('/sources/files/a.txt').read())")
+    )
+    someone.show_panel()
+    told = someone.notice("The sandbox is starting: ")
+    expect(told).to_be_visible(timeout=SLOW_MS)
+    expect(someone.part("stage")).to_have_text(re.compile("^Starting: "))
+    expect(someone.panel.get_by_role("status")).to_have_text(re.compile("^Starting: "))
+    sources = someone.section("Sources").get_by_role("listitem")
+    expect(sources).to_have_count(1)
+    expect(sources).to_contain_text("/sources/files")
+    expect(sources).to_contain_text(str(files))
+    expect(someone.section("Limits")).to_contain_text("512 MB")
+    slow.end()
+    someone.ready()
+    expect(told).to_be_hidden()
+    someone.run(0)
+    someone.sees_output(0, "of the owner")
+
+
+def test_a_flood_of_output_does_not_freeze_the_page(someone: Person, lab: Lab) -> None:
+    """The page draws on, shows menus, and its stop button works while a cell prints endlessly."""
+    flood = "n = 0\nwhile True:\n    n += 1\n    print(n, 'x' * 200)"
+    someone.open(lab.notebook("flood.ipynb", "backintel-sandbox", flood, "print('n is', n > 1000)"))
+    someone.ready()
+    someone.run(0)
+    someone.sees_output(0, "1000 xxx")
+    longest = someone.page.evaluate(LONGEST_GAP_MS, 10_000)
+    assert longest < 2_000
+    someone.page.locator(".lm-MenuBar-item", has_text="Kernel").first.click()
+    expect(someone.page.locator(".lm-Menu-item", has_text="Interrupt Kernel")).to_be_visible()
+    someone.page.locator(".lm-Menu-item", has_text="Interrupt Kernel").click()
+    someone.sees_output(0, "KeyboardInterrupt")
+    someone.run(1)
+    someone.sees_output(1, "n is True")
 
 
 def test_the_status_item_shows_engine_memory_clock_time_and_network(

@@ -41,6 +41,28 @@ def test_the_installed_kernel_is_found_by_jupyter(prefix: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([], "BackIntel sandbox"),
+        (["--profile", "analysis"], "BackIntel sandbox (analysis)"),
+        (["--profile", "analysis", "--name", "analysis"], "BackIntel sandbox (analysis)"),
+        (["--name", "sales"], "BackIntel sandbox (sales)"),
+        (
+            ["--name", "sales", "--profile", "analysis", "--engine", "smolvm"],
+            "BackIntel sandbox (sales, analysis, smolvm)",
+        ),
+    ],
+)
+def test_kernels_that_differ_are_told_apart_in_the_launcher(
+    prefix: Path, words: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["kernel", "install", "--prefix", str(prefix), *words]) == 0
+    name = words[words.index("--name") + 1] if "--name" in words else "backintel-sandbox"
+    assert KernelSpecManager().get_kernel_spec(name).display_name == shown
+    assert f"installed '{shown}' as {name} " in capsys.readouterr().out
+
+
 def test_its_files_can_be_read_by_every_user(prefix: Path) -> None:
     previous = os.umask(0o077)
     try:
