@@ -3,11 +3,12 @@
 Root in the microVM, outside the enclosure and therefore out of the kernel's reach. It trusts the
 host, which alone can connect to its socket, and nothing that happens in the enclosure after the
 ``go``. Protocol (wire.py): the host opens connections and names their purpose in a first frame,
-``{"v": 1, "role": "control"}`` (answered ``{"v": 1}``) or ``"artifacts"`` (answered by a tar
-stream). The first control connection that is used after its answer is the only one for life: a
-host that asked too early asks again, and what it gave up ends nothing. Frames to the agent carry
-``op``: ``plan``, ``go``, ``signal``, ``kill``; frames from it carry ``attest``, ``ready``,
-``failed``, ``sample`` or ``exited``.
+``{"v": 1, "role": "control"}`` (answered ``{"v": 1}``), ``"artifacts"`` (answered by a tar stream)
+or ``"listing"`` (answered by export.py's records). The first control connection that is used after
+its answer is the only one for life: a host that asked too early asks again, and what it gave up
+ends nothing. Frames to the agent carry ``op``: ``plan``, ``go``, ``signal``, ``kill``, ``freeze``,
+``thaw``; frames from it carry ``attest``, ``ready``, ``failed``, ``sample``, ``frozen``, ``thawed``
+or ``exited``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import enclosure
 import export
+import standstill
 import wire
 
 DIRECTORY = "/run/backintel"
@@ -69,6 +71,8 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._host: socket.socket | None = None
         self._adopting = threading.Lock()
+        self._telling = threading.Lock()
+        self._standstill = standstill.Standstill(self._tell)
         self._init: socket.socket | None = None
         self._first = 0
         self._first_fd = -1
@@ -100,7 +104,8 @@ class Agent:
     def _tell(self, message: Mapping[str, object]) -> None:
         if self._host is not None:
             try:
-                wire.send(self._host, message)
+                with self._telling:
+                    wire.send(self._host, message)
             except OSError:
                 os._exit(0)
 
@@ -120,6 +125,8 @@ class Agent:
                     return
             elif hello.get("role") == "artifacts" and self._artifacts >= 0:
                 export.Export(sock, self._max_export).send(self._artifacts)
+            elif hello.get("role") == "listing" and self._artifacts >= 0:
+                sock.sendall(export.listing(self._artifacts))
         sock.close()
 
     def _adopt(self, sock: socket.socket) -> bool:
@@ -148,6 +155,11 @@ class Agent:
                 self._signal(int(str(message["signum"])), str(message["msg_id"]))
             case "kill":
                 self._kill()
+            case "freeze":
+                hold, seconds = int(str(message["hold"])), float(str(message["seconds"]))
+                self._standstill.freeze(hold, seconds)
+            case "thaw":
+                self._standstill.thaw()
 
     def _enclose(self, plan: Mapping[str, Any]) -> None:
         listeners = {
@@ -171,9 +183,14 @@ class Agent:
             "tmpfs": list(plan["tmpfs"]),
         }
         argv = [*plan["argv"], json.dumps(init, separators=(",", ":"))]
+        group = self._standstill.prepare()
+        inherited = [*numbers.values(), targets]
         self._first = enclosure.enclose(
-            {**plan, "argv": argv}, theirs, [*numbers.values(), targets], output_end, report_end
+            {**plan, "argv": argv}, theirs, inherited, output_end, report_end, group
         )
+        if group >= 0:
+            os.close(group)
+            self._standstill.enclosed(self._first)
         os.close(targets)
         for sock in listeners.values():
             sock.close()

@@ -7,6 +7,7 @@ the standard library lacks are made through ctypes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -74,6 +75,20 @@ def _bind(source: str, target: str, flags: int) -> None:
     _mount_on("none", target, "", _MS_REMOUNT | _MS_BIND | flags)
 
 
+def mount_nowhere(kind: str, place: str) -> int:
+    """Mount a file system where no path leads; return a descriptor of its root. Raises OSError.
+
+    ``place`` is used for a moment; before there is an enclosure, so that none sees it.
+    """
+    os.makedirs(place, 0o700, exist_ok=True)
+    _mount_on(kind, place, kind, _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    try:
+        return os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    finally:
+        _check(_libc.umount2(place.encode(), _MNT_DETACH), f"umount {place}")
+        os.rmdir(place)
+
+
 def become_subreaper() -> None:
     """Adopt orphans, so that the enclosure's process 1 is a child of this process."""
     _check(_prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "subreaper")
@@ -85,9 +100,12 @@ def enclose(
     inherited: Sequence[int],
     output: int,
     report: int,
+    group: int,
 ) -> int:
     """Start the kernel's process in an enclosure; return the pid of the enclosure's process 1.
 
+    Who writes to ``group`` enters a cgroup; -1 if there is none, and whether it worked is for the
+    caller to see.
     ``output`` takes what it prints; one line goes to ``report``: ``exit N`` with the kernel's wait
     status, or ``fail TEXT`` if the enclosure could not be made. Every other process in it is dead
     when that process 1 is.
@@ -96,6 +114,9 @@ def enclose(
     middle = os.fork()
     if middle == 0:
         try:
+            # First, so that nothing of it is ever outside and its namespace begins there.
+            with contextlib.suppress(OSError):
+                os.write(group, b"0")
             _check(_libc.unshare(_NAMESPACES), "unshare")
             first = os.fork()
             if first == 0:

@@ -1,19 +1,25 @@
-"""Streams /artifacts of a microVM to the host as a tar, from a descriptor held since before the go.
+"""Shows /artifacts of a microVM to the host, from a descriptor held since before the go.
 
-The tree is hostile: no link is followed, special files are not opened but named by their type, and
+As a tar stream, or as records of what is there: type as in tar, size, time of change, name. The
+tree is hostile: no link is followed, special files are not opened but named by their type, and
 depth, entries and bytes are bounded. The host validates the stream again; one that breaks a bound
-ends without its trailer and is refused there.
+ends without its trailer and is refused there. Records end with one that has no name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
+import struct
 import tarfile
 
 MAX_DEPTH = 32
 MAX_ENTRIES = 4096
+MAX_NAME = 2048
+"""Bytes of a listed name; what is longer is cut, and still too long to leave."""
+_RECORD = struct.Struct(">cQdH")
 _CHUNK = 1 << 18
 _TYPES = {
     stat.S_IFLNK: tarfile.SYMTYPE,
@@ -28,6 +34,51 @@ _BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC
 
 class Truncated(Exception):
     """The tree broke a bound or changed under the reader."""
+
+
+def listing(root: int) -> bytes:
+    """Return records of what is below the directory descriptor while the kernel goes on.
+
+    At most ``MAX_ENTRIES``, no deeper than ``MAX_DEPTH``; what vanishes meanwhile is left out.
+    Raises OSError for the directory itself.
+    """
+    found: list[bytes] = []
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | _BENEATH, dir_fd=root)
+    try:
+        _list(fd, b"", 0, found, set())
+    finally:
+        os.close(fd)
+    return b"".join((*found, _RECORD.pack(b"\0", 0, 0.0, 0)))
+
+
+def _list(fd: int, prefix: bytes, depth: int, found: list[bytes], seen: set[int]) -> None:
+    names: list[bytes] = []
+    with os.scandir(fd) as entries:
+        for entry in entries:
+            if len(found) + len(names) >= MAX_ENTRIES:
+                break
+            names.append(os.fsencode(entry.name))
+    for name in sorted(names):
+        if len(found) >= MAX_ENTRIES:
+            return
+        with contextlib.suppress(OSError):
+            info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            mode = stat.S_IFMT(info.st_mode)
+            kind = _TYPES.get(mode, tarfile.FIFOTYPE)
+            if mode == stat.S_IFDIR:
+                kind = tarfile.DIRTYPE
+            elif mode == stat.S_IFREG:
+                kind = tarfile.LNKTYPE if info.st_ino in seen else tarfile.REGTYPE
+                seen.add(info.st_ino)
+            size = info.st_size if kind == tarfile.REGTYPE else 0
+            full = (prefix + name)[:MAX_NAME]
+            found.append(_RECORD.pack(kind, size, info.st_mtime, len(full)) + full)
+            if mode == stat.S_IFDIR and depth < MAX_DEPTH:
+                below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _BENEATH, dir_fd=fd)
+                try:
+                    _list(below, prefix + name + b"/", depth + 1, found, seen)
+                finally:
+                    os.close(below)
 
 
 class Export:

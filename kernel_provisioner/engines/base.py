@@ -179,7 +179,7 @@ class Guest(Protocol):
         """Look at /artifacts without stopping the guest; bounded, the first entries by name.
 
         Blocks. Raises StartFailed if there is no guest, OSError if it changes too quickly, and
-        FreezeRefused if the engine cannot look.
+        ExportRefused if its answer cannot be used.
         """
 
     async def destroy(self, timeout: float) -> Sequence[str]:

@@ -36,6 +36,11 @@ from kernel_provisioner.profiles import BUILTIN
 pytestmark = [pytest.mark.sandbox, pytest.mark.root]
 
 _MACHINE = """
+mount -t cgroup2 group "$1"
+mkdir "$1/$5"
+echo 0 > "$1/$5/cgroup.procs"
+echo "$6" > "$1/$5/cgroup.max.descendants"
+umount "$1"
 mount -t tmpfs -o mode=0755 stage "$1"
 mkdir "$1"/upper "$1"/work "$1"/root
 mount -t overlay -o "lowerdir=$2,upperdir=$1/upper,workdir=$1/work" stage "$1"/root
@@ -47,7 +52,7 @@ mount -t tmpfs run run
 mount -t tmpfs tmp tmp
 mount -t proc proc proc
 mount --rbind /dev dev
-exec chroot . /usr/bin/python3 -I -B /mnt/g/agent.py
+exec unshare --cgroup chroot . /usr/bin/python3 -I -B /mnt/g/agent.py
 """
 
 

@@ -1,4 +1,4 @@
-"""The host's end of the agent's protocol (``guest/agent.py``): control frames and tar streams.
+"""The host's end of the agent's protocol (``guest/agent.py``): control frames and streams.
 
 The agent is root in the guest and out of the kernel's reach, but after user code ran a guest's
 kernel may be subverted: every frame is bounded, every wait has a deadline, and nothing that is said
@@ -28,7 +28,7 @@ emulated machine every boot stood idle for all of it. A share, so that a slow gu
 """
 _READ = 65536
 EXPORT_SILENCE_S = 30.0
-"""Longest pause inside an artifact stream."""
+"""Longest pause inside a stream."""
 
 
 async def connect(path: Path, deadline: float, gone: Callable[[], bool]) -> socket.socket:
@@ -142,12 +142,21 @@ class Control:
 
 def open_artifacts(path: Path) -> BinaryIO:
     """Return the tar stream of /artifacts. Raises StartFailed if the guest is gone."""
+    return _opened(path, "artifacts")
+
+
+def open_listing(path: Path) -> BinaryIO:
+    """Return the stream of records of /artifacts. Raises StartFailed if the guest is gone."""
+    return _opened(path, "listing")
+
+
+def _opened(path: Path, role: str) -> BinaryIO:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.closing(sock):
         sock.settimeout(EXPORT_SILENCE_S)
         try:
             sock.connect(str(path))
-            sock.sendall(wire.encode({"v": wire.VERSION, "role": "artifacts"}))
+            sock.sendall(wire.encode({"v": wire.VERSION, "role": role}))
         except OSError:
             raise StartFailed("the artifacts are lost with the VM.", phase="export") from None
         # The file object keeps the connection open until it is closed itself.

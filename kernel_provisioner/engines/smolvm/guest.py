@@ -30,9 +30,9 @@ from kernel_provisioner.engines.base import (
 from kernel_provisioner.engines.bwrap import linux, waiting
 from kernel_provisioner.engines.bwrap.output import OutputTail
 from kernel_provisioner.engines.leftovers import remove_directory
-from kernel_provisioner.engines.smolvm import attestation, connection, failures, monitor
+from kernel_provisioner.engines.smolvm import attestation, connection, failures, live, monitor
 from kernel_provisioner.engines.smolvm.workspace import Places
-from kernel_provisioner.errors import AttestationFailed, BackIntelError, FreezeRefused, StartFailed
+from kernel_provisioner.errors import AttestationFailed, BackIntelError, StartFailed
 
 KILL_ANSWER_S = 1.0
 """How long the agent has to end the kernel before the machine is ended instead."""
@@ -73,6 +73,7 @@ class SmolvmGuest:
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._exit: asyncio.Future[GuestExit] = self._loop.create_future()
         self._reaped: asyncio.Future[None] = self._loop.create_future()
+        self._still = live.Standstill(self._send, self._reaped)
         self._loop.add_reader(held.monitor_fd, self._reap)
 
     @property
@@ -191,6 +192,8 @@ class SmolvmGuest:
                 kills = int(message["oom_kills"])
                 self._last = self._with(oom_kills=max(self._last.oom_kills, kills))
                 self._finish(int(message["exited"]))
+            elif "frozen" in message or "thawed" in message:
+                self._still.take(message)
             elif not self._released or self._messages.empty():
                 self._messages.put_nowait(message)
         except (KeyError, TypeError, ValueError):
@@ -294,19 +297,28 @@ class SmolvmGuest:
 
         Raises StartFailed if the guest never came up or the machine is gone.
         """
+        return connection.open_artifacts(self._agent())
+
+    def _agent(self) -> Path:
+        """Return the agent's socket. Raises StartFailed if nobody can answer there."""
         if self._control is None:
             raise StartFailed("there is no guest whose artifacts could be read.", phase="export")
         if self._control.closed:
             raise StartFailed("the artifacts are lost with the VM.", phase="export")
-        return connection.open_artifacts(self._held.places.agent)
+        return self._held.places.agent
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        if self._control is not None:
+            self._control.send(message)
 
     def frozen(self) -> AbstractAsyncContextManager[Hold]:
-        """The agent cannot stop the kernel yet. Raises FreezeRefused."""
-        raise _no_live_look()
+        """Have the agent stop the kernel for at most 2 s. Raises FreezeRefused."""
+        gone = self._control is None or self._control.closed or self._exit.done()
+        return live.stands_anyway() if gone else self._still.frozen()
 
     def listing(self) -> Sequence[Listed]:
-        """The agent cannot list yet. Raises FreezeRefused."""
-        raise _no_live_look()
+        """Ask the agent what is in /artifacts. Raises StartFailed, ExportRefused."""
+        return live.listing(self._agent())
 
     async def destroy(self, timeout: float) -> Sequence[str]:
         """End the machine and remove everything; idempotent; return what could not be removed."""
@@ -338,10 +350,3 @@ class SmolvmGuest:
         os.close(held.monitor_fd)
         if held.machine_fd >= 0:
             os.close(held.machine_fd)
-
-
-def _no_live_look() -> FreezeRefused:
-    return FreezeRefused(
-        "the artifacts of a running microVM cannot be read in this version.",
-        remedy="end the session and export then.",
-    )
