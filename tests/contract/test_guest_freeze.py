@@ -24,6 +24,13 @@ pytestmark = [
     pytest.mark.skipif(not as_root(), reason="an ordinary user may have no cgroup freezer"),
 ]
 
+
+@pytest.fixture(scope="module")
+def engine() -> str:
+    """Only here does the host's kernel say what stands; the microVM's: unit/test_smolvm_live.py."""
+    return "bwrap"
+
+
 # A thread of the kernel notes the longest time in which it did not run.
 CLOCK = """
 import threading, time

@@ -12,6 +12,7 @@ LINES = (
     "limits attested",
     "run of a notebook",
     "artifacts",
+    "artifacts while it runs",
     "deadline",
     "nothing left",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -14,6 +15,7 @@ import proven
 import pytest
 from live import MIB, PROFILE, SLOW, LiveMachine
 
+from kernel_provisioner.engines.base import Hold
 from kernel_provisioner.engines.smolvm import monitor
 from kernel_provisioner.processes import is_running
 
@@ -169,6 +171,46 @@ def test_interrupt_keeps_the_state(shared: LiveMachine) -> None:
     reply = shared.do(shared.client.get_shell_msg(timeout=20 * SLOW))
     assert reply["content"]["ename"] == "KeyboardInterrupt"
     assert shared.run("print(kept)") == "1"
+
+
+def test_artifacts_are_listed_and_leave_while_a_cell_counts(shared: LiveMachine) -> None:
+    shared.begin(
+        """
+file = open('/artifacts/n.csv', 'wb', buffering=0)
+n = 0
+while True:
+    n += 1
+    file.seek(0); file.write(b'%012d' % n)
+"""
+    )
+
+    def exported() -> int:
+        with shared.guest.artifacts() as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+            for member in tar:
+                if member.name == "n.csv" and (file := tar.extractfile(member)) is not None:
+                    return int(file.read() or b"0")
+        raise AssertionError("the file is not there")
+
+    async def until_beyond(count: int) -> int:
+        while (found := await asyncio.to_thread(exported)) <= count:
+            pass
+        return found
+
+    async def held() -> tuple[list[int], Hold]:
+        async with shared.guest.frozen() as hold:
+            counts = [await asyncio.to_thread(exported) for _ in range(3)]
+        return counts, hold
+
+    shared.do(until_beyond(0))
+    (entry,) = [entry for entry in shared.guest.listing() if entry.name == b"n.csv"]
+    assert (entry.kind, entry.size) == (tarfile.REGTYPE, 12)
+    counts, hold = shared.do(held())
+    assert not hold.late and len(set(counts)) == 1
+    assert shared.do(until_beyond(counts[0])) > counts[0]
+    proven.note("artifacts while it runs", f"listed, and 3 copies alike in {hold.seconds:.1f} s")
+    shared.guest.signal(signal.SIGINT)
+    reply = shared.do(shared.client.get_shell_msg(timeout=20 * SLOW))
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
 
 
 def test_figures_come_from_guest_and_host(shared: LiveMachine) -> None:
