@@ -1,33 +1,25 @@
-"""Artifacts of a running microVM: its real agent, without a VM, stops the kernel and lists.
-
-And what the host makes of an agent that is not to be believed any more.
-"""
+"""Artifacts of a running microVM: its real agent, without a VM, stops the kernel and lists."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import socket
-import struct
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from enclosed import Machine, machine, run
 from jupyter_client import AsyncKernelClient
 
-from kernel_provisioner import wire
 from kernel_provisioner.artifacts.listing import judge
 from kernel_provisioner.artifacts.tarstream import ExportLimits
 from kernel_provisioner.engines.base import Listed
 from kernel_provisioner.engines.smolvm import live
-from kernel_provisioner.errors import ExportRefused, FreezeRefused, StartFailed
+from kernel_provisioner.errors import FreezeRefused
 from kernel_provisioner.session.snapshot import snapshot
 
-real_agent = [pytest.mark.sandbox, pytest.mark.root]
+pytestmark = [pytest.mark.sandbox, pytest.mark.root]
 
 # A thread of the kernel and a process that it started count into two files each, first a, then b.
 _COUNT = """
@@ -80,155 +72,157 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "HOLD_S", 60.0)
 
 
-class TestHold:
-    """With the real agent."""
-
-    pytestmark = real_agent
-
-    def test_everything_stands_still_while_it_is_held_and_goes_on(
-        self, tmp_path: Path, patient: None
-    ) -> None:
-        async def scenario() -> None:
-            async with counting(tmp_path) as (made, client):
-                for _ in range(3):
-                    async with made.frozen() as hold:
-                        first = await counts(made)
-                        end = time.monotonic() + 0.3
-                        while time.monotonic() < end:
-                            assert await counts(made) == first
-                    assert not hold.late
-                    assert hold.seconds >= 0.3
-                    # Of one moment: each of the counters stood between two writes at the most.
-                    assert first["threada.csv"] - first["threadb.csv"] in (0, 1)
-                    assert first["childa.csv"] - first["childb.csv"] in (0, 1)
-                    await until_moved(made, first)
-                assert await run(client, "print(6 * 7)") == "42"
-
-        asyncio.run(scenario())
-
-    def test_a_session_takes_its_snapshot(self, tmp_path: Path, patient: None) -> None:
-        async def scenario() -> None:
-            async with counting(tmp_path) as (made, _):
-                place = tmp_path / "scratch"
-                place.mkdir()
-                async with snapshot(made, place, 1 << 20) as taken:  # type: ignore[arg-type]
-                    assert taken.frozen_s > 0
-                    assert taken.stream.read().endswith(bytes(1024))
-
-        asyncio.run(scenario())
-
-    def test_a_hold_that_nobody_ends_is_over_in_two_seconds(self, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            async with counting(tmp_path) as (made, _):
-                async with made.frozen() as hold:
-                    await until_moved(made, await counts(made))
-                    assert hold.deadline <= time.monotonic() < hold.deadline + 5
-                assert hold.late
-                assert 1.0 < hold.seconds <= 2.0
-
-        asyncio.run(scenario())
-
-    def test_a_kill_ends_what_is_held(self, tmp_path: Path, patient: None) -> None:
-        async def scenario() -> None:
-            async with counting(tmp_path) as (made, _):
+def test_everything_stands_still_while_it_is_held_and_goes_on(
+    tmp_path: Path, patient: None
+) -> None:
+    async def scenario() -> None:
+        async with counting(tmp_path) as (made, client):
+            for _ in range(3):
                 async with made.frozen() as hold:
                     first = await counts(made)
-                    made.control.send({"op": "kill"})
-                    assert (await made.frame())["exited"] == -9
-                    assert await counts(made) == first
+                    end = time.monotonic() + 0.3
+                    while time.monotonic() < end:
+                        assert await counts(made) == first
                 assert not hold.late
-                # The dead need no holding, but the agent says so too.
-                async with made.frozen() as hold:
-                    assert await counts(made) == first
-                assert not hold.late
-
-        asyncio.run(scenario())
-
-    def test_a_host_that_is_gone_ends_what_is_held(self, tmp_path: Path, patient: None) -> None:
-        async def scenario() -> None:
-            async with counting(tmp_path) as (made, _):
-                made.control.send({"op": "freeze", "hold": 1, "seconds": 60.0})
-                assert (await made.holds.get())["frozen"] is True
-                made.control.close()
-                assert await asyncio.to_thread(made.process.wait, 10) == 0
-
-        asyncio.run(scenario())
-
-    def test_an_interrupt_comes_after_the_hold(self, tmp_path: Path, patient: None) -> None:
-        async def scenario() -> None:
-            async with counting(tmp_path) as (made, client):
-                busy = client.execute("print('busy')\nwhile True: pass")
-                while (await client.get_iopub_msg(timeout=20))["msg_type"] != "stream":
-                    pass
-                async with made.frozen():
-                    made.control.send({"op": "signal", "signum": 2, "msg_id": busy})
-                reply = await client.get_shell_msg(timeout=20)
-                while reply["parent_header"]["msg_id"] != busy:
-                    reply = await client.get_shell_msg(timeout=20)
-                assert reply["content"]["ename"] == "KeyboardInterrupt"
-
-        asyncio.run(scenario())
-
-    def test_an_export_that_is_abandoned_lets_it_go_on(self, tmp_path: Path, patient: None) -> None:
-        async def scenario() -> None:
-            async with counting(tmp_path) as (made, _):
-                standing = asyncio.Event()
-
-                async def export() -> None:
-                    async with made.frozen():
-                        standing.set()
-                        await made.gone
-
-                task = asyncio.create_task(export())
-                await standing.wait()
-                first = await counts(made)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
+                assert hold.seconds >= 0.3
+                # Of one moment: each of the counters stood between two writes at the most.
+                assert first["threada.csv"] - first["threadb.csv"] in (0, 1)
+                assert first["childa.csv"] - first["childb.csv"] in (0, 1)
                 await until_moved(made, first)
+            assert await run(client, "print(6 * 7)") == "42"
+
+    asyncio.run(scenario())
+
+
+def test_a_session_takes_its_snapshot(tmp_path: Path, patient: None) -> None:
+    async def scenario() -> None:
+        async with counting(tmp_path) as (made, _):
+            place = tmp_path / "scratch"
+            place.mkdir()
+            async with snapshot(made, place, 1 << 20) as taken:  # type: ignore[arg-type]
+                assert taken.frozen_s > 0
+                assert taken.stream.read().endswith(bytes(1024))
+
+    asyncio.run(scenario())
+
+
+def test_a_hold_that_nobody_ends_is_over_in_two_seconds(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with counting(tmp_path) as (made, _):
+            async with made.frozen() as hold:
+                await until_moved(made, await counts(made))
+                assert hold.deadline <= time.monotonic() < hold.deadline + 5
+            assert hold.late
+            assert 1.0 < hold.seconds <= 2.0
+
+    asyncio.run(scenario())
+
+
+def test_a_kill_ends_what_is_held(tmp_path: Path, patient: None) -> None:
+    async def scenario() -> None:
+        async with counting(tmp_path) as (made, _):
+            async with made.frozen() as hold:
+                first = await counts(made)
+                made.control.send({"op": "kill"})
+                assert (await made.frame())["exited"] == -9
+                assert await counts(made) == first
+            assert not hold.late
+            # The dead need no holding, but the agent says so too.
+            async with made.frozen() as hold:
+                assert await counts(made) == first
+            assert not hold.late
+
+    asyncio.run(scenario())
+
+
+def test_a_host_that_is_gone_ends_what_is_held(tmp_path: Path, patient: None) -> None:
+    async def scenario() -> None:
+        async with counting(tmp_path) as (made, _):
+            made.control.send({"op": "freeze", "hold": 1, "seconds": 60.0})
+            assert (await made.holds.get())["frozen"] is True
+            made.control.close()
+            assert await asyncio.to_thread(made.process.wait, 10) == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_interrupt_comes_after_the_hold(tmp_path: Path, patient: None) -> None:
+    async def scenario() -> None:
+        async with counting(tmp_path) as (made, client):
+            busy = client.execute("print('busy')\nwhile True: pass")
+            while (await client.get_iopub_msg(timeout=20))["msg_type"] != "stream":
+                pass
+            async with made.frozen():
+                made.control.send({"op": "signal", "signum": 2, "msg_id": busy})
+            reply = await client.get_shell_msg(timeout=20)
+            while reply["parent_header"]["msg_id"] != busy:
+                reply = await client.get_shell_msg(timeout=20)
+            assert reply["content"]["ename"] == "KeyboardInterrupt"
+
+    asyncio.run(scenario())
+
+
+def test_an_export_that_is_abandoned_lets_it_go_on(tmp_path: Path, patient: None) -> None:
+    async def scenario() -> None:
+        async with counting(tmp_path) as (made, _):
+            standing = asyncio.Event()
+
+            async def export() -> None:
+                async with made.frozen():
+                    standing.set()
+                    await made.gone
+
+            task = asyncio.create_task(export())
+            await standing.wait()
+            first = await counts(made)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until_moved(made, first)
+            assert (await made.holds.get())["frozen"] is True
+            assert (await made.holds.get())["late"] is False
+
+    asyncio.run(scenario())
+
+
+def test_a_second_hold_at_once_is_refused_and_ends_no_other(tmp_path: Path, patient: None) -> None:
+    async def scenario() -> None:
+        async with counting(tmp_path) as (made, _):
+            async with made.frozen() as hold:
+                first = await counts(made)
                 assert (await made.holds.get())["frozen"] is True
-                assert (await made.holds.get())["late"] is False
+                made.control.send({"op": "freeze", "hold": 9, "seconds": 0.0})
+                assert await made.holds.get() == {
+                    "frozen": False,
+                    "why": "it stands still already",
+                    "hold": 9,
+                }
+                assert await counts(made) == first
+            assert not hold.late
 
-        asyncio.run(scenario())
+    asyncio.run(scenario())
 
-    def test_a_second_hold_at_once_is_refused_and_ends_no_other(
-        self, tmp_path: Path, patient: None
-    ) -> None:
-        async def scenario() -> None:
-            async with counting(tmp_path) as (made, _):
-                async with made.frozen() as hold:
-                    first = await counts(made)
-                    assert (await made.holds.get())["frozen"] is True
-                    made.control.send({"op": "freeze", "hold": 9, "seconds": 0.0})
-                    assert await made.holds.get() == {
-                        "frozen": False,
-                        "why": "it stands still already",
-                        "hold": 9,
-                    }
-                    assert await counts(made) == first
-                assert not hold.late
 
-        asyncio.run(scenario())
+def test_a_machine_without_a_group_refuses_by_name_and_works(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with machine(tmp_path, groups=0) as made:
+            assert "attest" in await made.boot()
+            client = await made.release()
+            try:
+                with pytest.raises(FreezeRefused, match="no cgroup freezer"):
+                    async with made.frozen():
+                        raise AssertionError("it does not stand still")
+                assert await run(client, "open('/artifacts/a.csv', 'w').write('1')") == ""
+                found = await asyncio.to_thread(live.listing, made.root / "agent")
+                assert [entry.name for entry in found] == [b"a.csv"]
+            finally:
+                client.stop_channels()
 
-    def test_a_machine_without_a_group_refuses_by_name_and_works(self, tmp_path: Path) -> None:
-        async def scenario() -> None:
-            async with machine(tmp_path, groups=0) as made:
-                assert "attest" in await made.boot()
-                client = await made.release()
-                try:
-                    with pytest.raises(FreezeRefused, match="no cgroup freezer"):
-                        async with made.frozen():
-                            raise AssertionError("it does not stand still")
-                    assert await run(client, "open('/artifacts/a.csv', 'w').write('1')") == ""
-                    found = await asyncio.to_thread(live.listing, made.root / "agent")
-                    assert [entry.name for entry in found] == [b"a.csv"]
-                finally:
-                    client.stop_channels()
+    asyncio.run(scenario())
 
-        asyncio.run(scenario())
 
-    def test_the_kernel_sees_no_group_and_cannot_leave_its_own(self, tmp_path: Path) -> None:
-        code = """
+def test_the_kernel_sees_no_group_and_cannot_leave_its_own(tmp_path: Path) -> None:
+    code = """
 import ctypes, os
 print([line for line in open('/proc/self/mountinfo') if 'cgroup' in line])
 print([line for line in open('/proc/self/cgroup') if line.startswith('0::')])
@@ -237,21 +231,21 @@ libc = ctypes.CDLL(None, use_errno=True)
 print(libc.mount(b'cgroup2', b'/tmp', b'cgroup2', 0, None), os.strerror(ctypes.get_errno()))
 """
 
-        async def scenario() -> None:
-            async with machine(tmp_path) as made:
-                await made.boot()
-                client = await made.release()
-                try:
-                    assert (await run(client, code)).splitlines() == [
-                        "[]",
-                        "['0::/\\n']",
-                        "[]",
-                        "-1 Operation not permitted",
-                    ]
-                finally:
-                    client.stop_channels()
+    async def scenario() -> None:
+        async with machine(tmp_path) as made:
+            await made.boot()
+            client = await made.release()
+            try:
+                assert (await run(client, code)).splitlines() == [
+                    "[]",
+                    "['0::/\\n']",
+                    "[]",
+                    "-1 Operation not permitted",
+                ]
+            finally:
+                client.stop_channels()
 
-        asyncio.run(scenario())
+    asyncio.run(scenario())
 
 
 _HOSTILE = """
@@ -276,220 +270,37 @@ for n in range(5000): open(f'/artifacts/{n:04}.csv', 'w')
 """
 
 
-class TestListing:
-    """With the real agent."""
-
-    pytestmark = real_agent
-
-    def test_a_hostile_tree_is_listed_as_it_is_while_the_kernel_goes_on(
-        self, tmp_path: Path
-    ) -> None:
-        async def scenario() -> None:
-            async with machine(tmp_path) as made:
-                await made.boot()
-                client = await made.release()
-                try:
-                    assert await run(client, _HOSTILE) == ""
-                    found = await asyncio.to_thread(live.listing, made.root / "agent")
-                    deep = [entry for entry in found if entry.name.startswith(b"ddd")]
-                    assert len(deep) == 33 and max(len(entry.name) for entry in deep) == 2048
-                    kinds = {entry.name: entry.kind for entry in found if entry not in deep}
-                    assert kinds == {
-                        b"\xff\n.csv": b"0",
-                        b"a.csv": b"0",
-                        b"closed": b"5",
-                        b"closed/c.csv": b"0",
-                        b"link.csv": b"2",
-                        b"pipe.csv": b"6",
-                        b"second.csv": b"1",
-                        b"socket.csv": b"6",
-                        b"sub": b"5",
-                        b"sub/b.csv": b"0",
-                    }
-                    assert Listed(b"a.csv", b"0", 3, 1000.5) in found
-                    shown = judge(found, ExportLimits(max_bytes=1 << 20)).artifacts
-                    fine = [item["name"] for item in shown if item["refused"] is None]
-                    assert fine == ["a.csv", "closed/c.csv", "sub/b.csv"]
-                    assert await run(client, _MANY) == ""
-                    many = await asyncio.to_thread(live.listing, made.root / "agent")
-                    assert len(many) == 4096
-                finally:
-                    client.stop_channels()
-
-        asyncio.run(scenario())
-
-
-# -- an agent that is not to be believed ---------------------------------------------------------
-
-_RECORD = struct.Struct(">cQdH")
-_END = _RECORD.pack(b"\0", 0, 0.0, 0)
-
-
-def record(name: bytes = b"a.csv", mtime: float = 1.0) -> bytes:
-    return _RECORD.pack(b"0", 3, mtime, len(name)) + name
-
-
-def test_a_listing_is_whole_or_refused() -> None:
-    data = record() + record(b"\xff" * 2048) + _END
-    assert [entry.name for entry in live.parse(data)] == [b"a.csv", b"\xff" * 2048]
-    for size in range(len(data)):
-        with pytest.raises(ExportRefused, match="ended in the middle"):
-            live.parse(data[:size])
-
-
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (record(mtime=float("nan")) + _END, "bound"),
-        (record(mtime=float("inf")) + _END, "bound"),
-        (record(b"a" * 2049) + _END, "bound"),
-        (record() * 4097 + _END, "bound"),
-        (record() + _END + b"x", "follows"),
-    ],
-)
-def test_a_listing_beyond_its_bounds_is_refused(data: bytes, why: str) -> None:
-    with pytest.raises(ExportRefused, match=why):
-        live.parse(data)
-
-
-@contextlib.contextmanager
-def agent(place: Path, chunks: Iterator[bytes], *, closes: bool = True) -> Iterator[None]:
-    """Answer one connection with ``chunks``; then close it, or keep it until the end."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(place))
-        listener.listen()
-        over = threading.Event()
-
-        def serve() -> None:
-            peer, _ = listener.accept()
-            with peer, contextlib.suppress(OSError):
-                for chunk in chunks:
-                    peer.sendall(chunk)
-                if not closes:
-                    over.wait()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join(20)
-            assert not thread.is_alive()
-
-
-def test_an_endless_listing_is_cut_off(tmp_path: Path) -> None:
-    with (
-        agent(tmp_path / "agent", itertools.repeat(record() * 1000)),
-        pytest.raises(ExportRefused, match="too long"),
-    ):
-        live.listing(tmp_path / "agent")
-
-
-def test_a_listing_that_never_ends_costs_its_time_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live, "_LISTING_S", 0.2)
-    with (
-        agent(tmp_path / "agent", iter([record()]), closes=False),
-        pytest.raises(ExportRefused),
-    ):
-        live.listing(tmp_path / "agent")
-
-
-def test_a_machine_that_is_gone_lists_nothing(tmp_path: Path) -> None:
-    with pytest.raises(StartFailed, match="lost with the VM"):
-        live.listing(tmp_path / "agent")
-
-
-class Peer:
-    """An agent that answers what a test says; the frames go through the real encoding."""
-
-    def __init__(self, *answers: dict[str, object]) -> None:
-        self.answers = list(answers)
-        self.asked: list[object] = []
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.still = live.Standstill(self.send, self.gone)
-
-    def send(self, frame: object) -> None:
-        assert isinstance(frame, dict)
-        self.asked.append(frame["op"])
-        (message,) = wire.FrameReader().feed(wire.encode(frame))
-        hold = message.get("hold", 1)
-        for answer in self.answers:
-            if ("frozen" in answer) == (frame["op"] == "freeze"):
-                said = {"hold": hold, **answer}
-                asyncio.get_running_loop().call_soon(self.still.take, said)
-
-
-def test_an_agent_that_is_silent_is_refused_and_told_to_let_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(live, "HOLD_S", 0.1)
-    monkeypatch.setattr(live, "_ANSWER_S", 0.1)
-
+def test_a_hostile_tree_is_listed_as_it_is_while_the_kernel_goes_on(tmp_path: Path) -> None:
     async def scenario() -> None:
-        # What it says of another hold is none.
-        peer = Peer({"frozen": True, "hold": 0}, {"thawed": True, "late": False, "hold": 2})
-        with pytest.raises(FreezeRefused, match="does not answer in time"):
-            async with peer.still.frozen():
-                raise AssertionError("nobody said that it stands")
-        assert peer.asked == ["freeze", "thaw"]
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("frozen", [False, None, 1, "yes", []])
-def test_what_is_no_yes_is_a_refusal(frozen: object) -> None:
-    async def scenario() -> None:
-        peer = Peer({"frozen": frozen, "why": "a\nb\x1b[2J" + "x" * 9999}, {"thawed": True})
-        with pytest.raises(FreezeRefused) as refused:
-            async with peer.still.frozen():
-                raise AssertionError("it does not stand still")
-        assert "a?b?[2J" in refused.value.message and len(refused.value.message) < 400
-        assert peer.asked == ["freeze", "thaw"]
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize(
-    "ended",
-    [
-        {"thawed": True, "late": True, "seconds": 1.0},
-        {"thawed": True, "late": None, "seconds": float("nan")},
-        {"thawed": True, "late": "no", "seconds": -1e308},
-        {"thawed": True, "seconds": "long"},
-        {"thawed": True, "late": [], "seconds": float("inf")},
-    ],
-)
-def test_an_end_that_is_not_said_to_be_in_time_is_late(ended: dict[str, object]) -> None:
-    async def scenario() -> None:
-        peer = Peer({"frozen": True}, ended)
-        async with peer.still.frozen() as hold:
-            pass
-        assert hold.late
-        assert 0 <= hold.seconds < 60
-
-    asyncio.run(scenario())
-
-
-def test_a_machine_that_goes_while_it_is_held_makes_the_copy_late() -> None:
-    async def scenario() -> None:
-        peer = Peer({"frozen": True})
-        async with peer.still.frozen() as hold:
-            peer.gone.set_result(None)
-        assert hold.late
-        # From then on there is nothing to hold, and nobody to be asked in vain.
-        async with asyncio.timeout(5), peer.still.frozen():
-            pass
-
-    asyncio.run(scenario())
-
-
-def test_the_dead_stand_anyway() -> None:
-    async def scenario() -> None:
-        async with live.stands_anyway() as hold:
-            assert hold.deadline > time.monotonic()
-        assert not hold.late and hold.seconds >= 0
+        async with machine(tmp_path) as made:
+            await made.boot()
+            client = await made.release()
+            try:
+                assert await run(client, _HOSTILE) == ""
+                found = await asyncio.to_thread(live.listing, made.root / "agent")
+                deep = [entry for entry in found if entry.name.startswith(b"ddd")]
+                assert len(deep) == 33 and max(len(entry.name) for entry in deep) == 2048
+                kinds = {entry.name: entry.kind for entry in found if entry not in deep}
+                assert kinds == {
+                    b"\xff\n.csv": b"0",
+                    b"a.csv": b"0",
+                    b"closed": b"5",
+                    b"closed/c.csv": b"0",
+                    b"link.csv": b"2",
+                    b"pipe.csv": b"6",
+                    b"second.csv": b"1",
+                    b"socket.csv": b"6",
+                    b"sub": b"5",
+                    b"sub/b.csv": b"0",
+                }
+                assert Listed(b"a.csv", b"0", 3, 1000.5) in found
+                shown = judge(found, ExportLimits(max_bytes=1 << 20)).artifacts
+                fine = [item["name"] for item in shown if item["refused"] is None]
+                assert fine == ["a.csv", "closed/c.csv", "sub/b.csv"]
+                assert await run(client, _MANY) == ""
+                many = await asyncio.to_thread(live.listing, made.root / "agent")
+                assert len(many) == 4096
+            finally:
+                client.stop_channels()
 
     asyncio.run(scenario())

@@ -27,6 +27,8 @@ One that the monitor took before the guest's socket driver was there is never an
 emulated machine every boot stood idle for all of it. A share, so that a slow guest has its time.
 """
 _READ = 65536
+_CONNECT_S = 0.5
+"""A stream may be opened on the event loop: a monitor that takes none must not stop the clocks."""
 EXPORT_SILENCE_S = 30.0
 """Longest pause inside a stream."""
 
@@ -153,11 +155,12 @@ def open_listing(path: Path) -> BinaryIO:
 def _opened(path: Path, role: str) -> BinaryIO:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.closing(sock):
-        sock.settimeout(EXPORT_SILENCE_S)
+        sock.settimeout(_CONNECT_S)
         try:
             sock.connect(str(path))
             sock.sendall(wire.encode({"v": wire.VERSION, "role": role}))
         except OSError:
             raise StartFailed("the artifacts are lost with the VM.", phase="export") from None
+        sock.settimeout(EXPORT_SILENCE_S)
         # The file object keeps the connection open until it is closed itself.
         return sock.makefile("rb")
