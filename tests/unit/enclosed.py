@@ -28,8 +28,10 @@ from kernel_provisioner.profiles import BUILTIN
 _MACHINE = """
 mount -t cgroup2 group "$1"
 mkdir "$1/$5"
-echo 0 > "$1/$5/cgroup.procs"
-echo "$6" > "$1/$5/cgroup.max.descendants"
+cd "$1/$5"
+echo 0 > cgroup.procs
+eval "$6"
+cd /
 umount "$1"
 mount -t tmpfs -o mode=0755 stage "$1"
 mkdir "$1"/upper "$1"/work "$1"/root
@@ -129,10 +131,10 @@ class Machine:
 
 
 @asynccontextmanager
-async def machine(directory: Path, groups: int = 1) -> AsyncIterator[Machine]:
+async def machine(directory: Path, group_is: str = "true") -> AsyncIterator[Machine]:
     """An agent in namespaces of its own; whatever happens, nothing of it is left.
 
-    As a guest's kernel may have no cgroups to give, it can make so many ``groups``.
+    ``group_is`` is a command in the directory of its cgroup: not every kernel has one to give.
     """
     code = directory / "guest"
     shutil.copytree(guest_code_dir(), code, ignore=shutil.ignore_patterns("__pycache__"))
@@ -157,7 +159,7 @@ async def machine(directory: Path, groups: int = 1) -> AsyncIterator[Machine]:
         sources=(SourceMount("data", source),),
     )
     group = f"backintel-test-{secrets.token_hex(8)}"
-    places = [*map(str, (stage, image, code, source)), group, str(groups)]
+    places = [*map(str, (stage, image, code, source)), group, group_is]
     namespaces = ("--mount", "--net", "--pid", "--fork", "--kill-child", "--propagation=private")
     process = subprocess.Popen(
         ["unshare", *namespaces, "bash", "-euc", _MACHINE, "machine", *places],

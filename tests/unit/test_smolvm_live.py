@@ -203,13 +203,26 @@ def test_a_second_hold_at_once_is_refused_and_ends_no_other(tmp_path: Path, pati
     asyncio.run(scenario())
 
 
-def test_a_machine_without_a_group_refuses_by_name_and_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("group_is", "why"),
+    [
+        ("echo 0 > cgroup.max.descendants", "the machine has no cgroup freezer: "),
+        # Nothing can enter a group below a threaded one; empty, it would seem to stand still.
+        (
+            "mkdir t; echo threaded > t/cgroup.type; echo 0 > t/cgroup.threads",
+            "the enclosure is not in its cgroup",
+        ),
+    ],
+)
+def test_a_machine_without_a_group_refuses_by_name_and_works(
+    tmp_path: Path, group_is: str, why: str
+) -> None:
     async def scenario() -> None:
-        async with machine(tmp_path, groups=0) as made:
+        async with machine(tmp_path, group_is) as made:
             assert "attest" in await made.boot()
             client = await made.release()
             try:
-                with pytest.raises(FreezeRefused, match="no cgroup freezer"):
+                with pytest.raises(FreezeRefused, match=why):
                     async with made.frozen():
                         raise AssertionError("it does not stand still")
                 assert await run(client, "open('/artifacts/a.csv', 'w').write('1')") == ""
