@@ -28,6 +28,7 @@ class Opening:
         self.journal = Journal(start)
         self.engine = get_engine(start.engine, start.dirs)
         self.phases: dict[str, float] = {}
+        """Seconds by phase, until the supervisor has told them."""
         self.facts: EngineFacts | None = None
         self.image: Image | None = None
         self.launched: Launched | None = None

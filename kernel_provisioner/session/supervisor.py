@@ -86,15 +86,22 @@ class Supervisor:
         self._receipt.timing(name, elapsed)
         await self._control.send("phase", name=name, seconds=round(elapsed, 4))
 
+    async def _tell_opening(self) -> None:
+        phases = self._opening.phases
+        while phases:
+            name = next(iter(phases))
+            await self._phase(name, phases.pop(name))
+
     async def _start(self) -> None:
         """Bring the guest up; afterwards clients are bridged to it. Raises BackIntelError."""
         opening = self._opening
+        # Before as well: a start that waits for the copy of a database says how far it is.
+        await self._tell_opening()
         try:
             opening.check()
             opening.launch(await self._journal.stage_sources(self._budget))
         finally:
-            for name, elapsed in opening.phases.items():
-                await self._phase(name, elapsed)
+            await self._tell_opening()
         assert opening.facts is not None and opening.image is not None  # noqa: PT018 - it passed
         image = opening.image
         self._describe(opening.facts, image)

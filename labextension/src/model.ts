@@ -69,6 +69,11 @@ export class SandboxModel {
     return this.notebook.context.localPath;
   }
 
+  /** What the server was told as the session's path: in Lab 4.6 not the notebook's, but an id. */
+  get sessionPath(): string {
+    return this.notebook.sessionContext.path;
+  }
+
   /** Name of the kernel that this notebook has or asks for, if it is one of ours. */
   get kernelName(): string | null {
     const { sessionContext, model } = this.notebook;

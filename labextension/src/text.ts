@@ -62,7 +62,7 @@ export function phaseText(
 ): string {
   switch (phase) {
     case 'supervisor':
-      return trans.__('checking the image');
+      return trans.__('checking image and sources');
     case 'verified':
       return trans.__('starting the sandbox');
     case 'attested':

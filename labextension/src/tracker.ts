@@ -183,12 +183,12 @@ export class SandboxTracker {
     if (known || (event.event !== 'phase' && event.event !== 'failed')) {
       return known;
     }
-    // A kernel that is being started has no connection here yet, but its notebook is known.
+    // A kernel that is being started has no connection here yet, but its session is known.
     return models.find(
       model =>
         model.kernelName !== null &&
         model.kernel === null &&
-        model.path === event.notebook
+        model.sessionPath === event.notebook
     );
   }
 

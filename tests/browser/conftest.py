@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,19 +37,21 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory that a kernel has as a source."""
-    folder = tmp_path_factory.mktemp("source")
-    (folder / "a.txt").write_text("of the owner")
-    return folder
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a SQLite database that a kernel has as a source."""
+    place = tmp_path_factory.mktemp("source") / "book.sqlite"
+    with contextlib.closing(sqlite3.connect(place)) as book, book:
+        book.execute("CREATE TABLE line (text)")
+        book.execute("INSERT INTO line VALUES ('of the owner')")
+    return place
 
 
 @pytest.fixture(scope="session")
-def kernels(files: Path) -> dict[str, dict[str, object]]:
+def kernels(database: Path) -> dict[str, dict[str, object]]:
     """Return kernels with limits that a test can reach, and one with a source."""
     late = {"cell_deadline": 3, "grace": 2}
     return {
-        "sourced": kernel("With a source", profile="small", sources={"files": str(files)}),
+        "sourced": kernel("With a source", profile="small", sources={"book": str(database)}),
         "late": kernel("Interrupted at 3 s", **late, on_deadline="interrupt"),
         "strict": kernel("Ended at 3 s", **late, on_deadline="cancel"),
         "small": kernel("Little memory", profile="small"),

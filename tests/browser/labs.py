@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,15 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from playwright.sync_api import (
-    APIResponse,
-    Browser,
-    Locator,
-    Page,
-    Route,
-    WebSocketRoute,
-    expect,
-)
+from playwright.sync_api import APIResponse, Browser, Locator, Page, expect
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".data" / "lab"
@@ -113,8 +105,8 @@ class Lab:
         environment = {
             "HOME": str(self._home),
             "LANG": "C.UTF-8",
-            # No Node, no tool of the developer: what an ordinary installation has.
-            "PATH": f"{VENV}/bin:/usr/bin:/bin",
+            # Only what the wheel brought: no Node, which a developer's machine may have elsewhere.
+            "PATH": f"{VENV}/bin",
             "JUPYTER_PATH": str(self._home / "data"),
             "JUPYTER_CONFIG_DIR": str(self._home / "config"),
             "JUPYTER_RUNTIME_DIR": str(self._home / "runtime"),
@@ -124,6 +116,7 @@ class Lab:
         # The home of a private image, for a machine where another one is in use.
         if "BACKINTEL_HOME" in os.environ:
             environment["BACKINTEL_HOME"] = os.environ["BACKINTEL_HOME"]
+        assert shutil.which("node", path=environment["PATH"]) is None
         self._process = subprocess.Popen(
             [
                 str(VENV / "bin" / "jupyter-lab"),
@@ -207,47 +200,6 @@ class Lab:
         }
         (self.root / name).write_text(json.dumps(content))
         return name
-
-
-class SlowStart:
-    """Keeps from a page that a kernel is up, as if that took longer, until it is let.
-
-    What the server says is real and in its order; only the words of the last phase, and the answer
-    to the question for a kernel, come later.
-    """
-
-    def __init__(self, page: Page) -> None:
-        self._held: list[tuple[WebSocketRoute, str | bytes]] = []
-        self._asked: list[tuple[Route, APIResponse]] = []
-        self._holding = True
-        page.route_web_socket(re.compile("/api/events/subscribe"), self._events)
-        page.route(re.compile(r"/api/sessions\b"), self._session)
-
-    def _events(self, socket: WebSocketRoute) -> None:
-        server = socket.connect_to_server()
-
-        def pass_on(message: str | bytes) -> None:
-            told = json.loads(message)
-            if self._holding and (self._held or "ready" in (told.get("event"), told.get("phase"))):
-                self._held.append((socket, message))
-            else:
-                socket.send(message)
-
-        server.on_message(pass_on)
-
-    def _session(self, route: Route) -> None:
-        if route.request.method != "POST" or not self._holding:
-            route.continue_()
-            return
-        self._asked.append((route, route.fetch()))
-
-    def end(self) -> None:
-        """Let the page hear all."""
-        self._holding = False
-        for receiver, message in self._held:
-            receiver.send(message)
-        for route, answer in self._asked:
-            route.fulfill(response=answer)
 
 
 class Person:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -42,6 +44,10 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         profile="analysis",
         sources={"files": str(files)},
     )
+    book = home / "book.sqlite"
+    with contextlib.closing(sqlite3.connect(book)) as database, database:
+        database.execute("CREATE TABLE line (text)")
+    kernelspec(data, "with-book", engine="bwrap", profile="small", sources={"book": str(book)})
     kernelspec(data, "bad-source", engine="bwrap", sources={"files": "/etc"})
     kernelspec(data, "hasty", engine="bwrap", cell_deadline=1, grace=5)
     kernelspec(data, "small", engine="bwrap", profile="small")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import os
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -332,6 +334,29 @@ async def _crash(server: Server) -> None:
     assert gone.json["ended"]["reason"] == "Shutdown"
     last = await later(server.ours, kernel, "/receipt")
     assert (last.json["session"], last.json["previous"]) == (second, first)
+
+
+def test_a_start_that_waits_tells_how_far_it_is(server: Server) -> None:
+    """It waits for a database that somebody writes to, until that is committed."""
+    asyncio.run(_waiting(server))
+
+
+async def _waiting(server: Server) -> None:
+    book = server.root.parent / "book.sqlite"
+    with contextlib.closing(sqlite3.connect(book, isolation_level=None)) as writer:
+        async with server.events() as events:
+            writer.execute("BEGIN EXCLUSIVE")
+            start = asyncio.create_task(asyncio.to_thread(server.start, "with-book"))
+            (told,) = await events.until("phase")
+            assert told["phase"] == "supervisor"
+            assert not start.done()
+            status = (await later(server.ours, told["kernel_id"])).json
+            assert status["state"] == "starting"
+            assert [source["name"] for source in status["sources"]] == ["book"]
+            writer.execute("COMMIT")
+            phases = [event["phase"] for event in (await events.until("ready"))[:-1]]
+            assert phases == ["verified", "attested", "kernel", "image", "ready"]
+            await start
 
 
 def test_events_and_metrics_tell_a_deadline(server: Server) -> None:
