@@ -218,7 +218,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as prefix:
         command = [sys.executable, "-m", "kernel_provisioner.cli.main", "kernel", "install"]
-        subprocess.run([*command, "--prefix", prefix], check=True, timeout=60)
+        command += ["--engine", "bwrap", "--prefix", prefix]
+        subprocess.run(command, check=True, timeout=60)
         os.environ["JUPYTER_PATH"] = f"{prefix}/share/jupyter"
         results, versions = asyncio.run(measure(options.starts, options.trips, options.floods, say))
     stated = "; ".join(
