@@ -153,17 +153,6 @@ def test_without_an_image_run_names_prepare_and_leaves_nothing(
     assert not out.exists()
 
 
-def test_a_run_that_names_no_engine_is_of_smolvm_or_of_none(
-    notebook: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In this home smolvm is not prepared; of another engine the missing image would be told."""
-    out = tmp_path / "out"
-    assert main(["run", str(notebook), "--out", str(out), "--json"]) == 3
-    report = json.loads(capsys.readouterr().out)
-    assert report["error"]["code"] == "engine_unavailable"
-    assert not out.exists()
-
-
 def test_gc_and_sessions_without_any_session(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sandbox", "gc"]) == 0
     assert capsys.readouterr().out == "nothing was left behind.\n"
