@@ -392,7 +392,11 @@ def _kernels() -> Iterable[Check]:
 
     found = installed()
     if found:
-        yield Check("kernels", "ok", ", ".join(f"{item.name} in {item.path}" for item in found))
+        yield Check(
+            "kernels",
+            "ok",
+            ", ".join(f"{item.name} ({item.engine}) in {item.path}" for item in found),
+        )
     else:
         yield Check(
             "kernels", "warn", "none is installed for Jupyter", "run `backintel kernel install`."
