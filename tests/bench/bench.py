@@ -2,8 +2,8 @@
 
 All are started by jupyter_client's `AsyncKernelManager` from a kernelspec: plain ipykernel as the
 virtual environment installs it, over TCP (its default) and over Unix sockets (what ours uses), ours
-as `backintel kernel install` makes it. They take turns, so that what else the machine does hits
-all. Ours needs a prepared image.
+as `backintel kernel install --engine bwrap` makes it. They take turns, so that what else the
+machine does hits all. Ours needs a prepared image.
 """
 
 from __future__ import annotations
