@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLIGHTS := .data/flights
 OUT := out
+# What kernels of `make lab` run on; the default engine needs KVM, which not every machine has.
+ENGINE := bwrap
 SANDBOX_TESTS := tests/contract tests/jupyter tests/escape tests/lab
 # The front end of JupyterLab, and an environment that has only the wheel, JupyterLab and Notebook.
 FRONT := build/labextension/package.json
@@ -21,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME NODE_OPTIONS
 help:
 	@echo "make run          run notebooks/flights.ipynb in a sandbox; results in $(OUT)/ (replaced)"
 	@echo "make test         lint and all tests of the product"
-	@echo "make lab          JupyterLab with the kernel and the extension"
+	@echo "make lab          JupyterLab with the kernel and the extension, on ENGINE=bwrap or smolvm"
 	@echo "make lab-build    build the JupyterLab extension; downloads Node's packages"
 	@echo "make test-lab     lint, unit tests and browser tests of the extension (Chromium)"
 	@echo "make lab-images   take the pictures of docs/images anew"
@@ -80,7 +82,7 @@ lab-wheel: $(FRONT)
 	@tools/lab-wheel $(VENV) $(LAB)
 
 lab: lab-wheel image
-	@$(LAB)/bin/jupyter lab --notebook-dir=notebooks
+	@BACKINTEL_SANDBOX=$(ENGINE) $(LAB)/bin/jupyter lab --notebook-dir=notebooks
 
 test-lab: lab-wheel image
 	@tools/lab-chromium

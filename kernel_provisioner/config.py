@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from kernel_provisioner import profiles
+from kernel_provisioner.engines.registry import DEFAULT_ENGINE, ENGINES
 from kernel_provisioner.errors import ConfigError, ProfileRefused, SourceRefused
 from kernel_provisioner.paths import StateDirs, state_dirs
 from kernel_provisioner.profiles import MIB, Profile
 from kernel_provisioner.sources import Source, check_name, check_source, guest_environment
 
-DEFAULT_ENGINE = "bwrap"
-ENGINES = ("smolvm", "bwrap")
 ENGINE_VARIABLE = "BACKINTEL_SANDBOX"
 SYSTEM_FILE = Path("/etc/backintel/backintel.toml")
 MAX_FILE_BYTES = 1024 * 1024
@@ -143,7 +142,7 @@ def resolve_settings(
     paths = default_files(environ) if files is None else files
     layers = [
         _layer("command line", command_line),
-        _layer("environment", {"engine": environ.get(ENGINE_VARIABLE) or None}),
+        _environment(environ),
         _layer("kernelspec", kernelspec),
         *(_file_layer(path) for path in paths),
     ]
@@ -152,6 +151,12 @@ def resolve_settings(
     profiles.admit(profile, host or profiles.host_capacity())
     sources = _sources(layers, environ)
     return Settings(engine, requested, profile, sources, guest_environment(environ, sources))
+
+
+def standing_engine(environ: Mapping[str, str], files: Sequence[Path] | None = None) -> str:
+    """Return the engine of a run that names none. Raises ConfigError."""
+    paths = default_files(environ) if files is None else files
+    return _engine([_environment(environ), *(_file_layer(path) for path in paths)])[1]
 
 
 def known_profiles(files: Sequence[Path] | None = None) -> dict[str, Profile]:
@@ -165,6 +170,10 @@ def known_profiles(files: Sequence[Path] | None = None) -> dict[str, Profile]:
         known |= layer.profiles
     known |= profiles.BUILTIN
     return known
+
+
+def _environment(environ: Mapping[str, str]) -> _Layer:
+    return _layer("environment", {"engine": environ.get(ENGINE_VARIABLE) or None})
 
 
 def _engine(layers: Sequence[_Layer]) -> tuple[str, str]:

@@ -13,12 +13,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from kernel_provisioner.config import standing_engine
 from kernel_provisioner.engines.base import GUEST_GID, GUEST_UID
-from kernel_provisioner.engines.registry import DEFAULT_ENGINE, ENGINES, get_engine
+from kernel_provisioner.engines.registry import ENGINES, get_engine
 from kernel_provisioner.errors import BackIntelError, ProfileRefused
 from kernel_provisioner.paths import StateDirs
 
@@ -36,12 +37,16 @@ _PREPARE = "run `backintel sandbox prepare`."
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the doctor. ``remedy`` is empty where nothing is to be done."""
+    """One line of the doctor. ``remedy`` is empty where nothing is to be done.
+
+    ``engine`` is the one that alone needs what was checked.
+    """
 
     name: str
     status: Status
     found: str
     remedy: str = ""
+    engine: str = ""
 
     def as_dict(self) -> dict[str, str]:
         """Return the JSON form."""
@@ -55,31 +60,70 @@ class Check:
 
 def examine(dirs: StateDirs, *, deep: bool = False, boot: bool = False) -> list[Check]:
     """Run all checks. ``deep`` digests image and engine anew, ``boot`` boots each engine."""
-    steps: list[tuple[str, Callable[[], Iterable[Check]]]] = [
-        ("platform", _platform),
-        ("python", _python),
-        ("user namespaces", _user_namespaces),
-        ("limits", _limits),
-        ("engine", lambda: _engines(deep)),
-        ("image", lambda: _image(dirs, deep)),
-        ("preparation lock", lambda: _lock(dirs)),
-        ("state", lambda: _state(dirs)),
-        ("temporary space", lambda: _temporary_space(dirs)),
-        ("profiles", _profiles),
-        ("boot proof", lambda: _proofs(dirs, boot)),
-        ("kernels", _kernels),
+    steps: list[tuple[str, Callable[[], Iterable[Check]], str]] = [
+        ("platform", _platform, ""),
+        ("python", _python, ""),
+        ("user namespaces", _user_namespaces, "bwrap"),
+        ("limits", _limits, "bwrap"),
+        ("engine", lambda: _engines(deep), ""),
+        ("image", lambda: _image(dirs, deep), ""),
+        ("preparation lock", lambda: _lock(dirs), ""),
+        ("state", lambda: _state(dirs), ""),
+        ("temporary space", lambda: _temporary_space(dirs), ""),
+        ("profiles", _profiles, ""),
+        ("boot proof", lambda: _proofs(dirs, boot), ""),
+        ("kernels", _kernels, ""),
     ]
-    return [check for name, step in steps for check in _run(name, step)]
+    return judge([check for step in steps for check in _run(*step)])
 
 
-def _run(name: str, step: Callable[[], Iterable[Check]]) -> list[Check]:
+def judge(checks: Iterable[Check]) -> list[Check]:
+    """Return the checks with a last one of the default engine.
+
+    What one engine lacks is a failure only where no other can run: its owner can choose that one.
+    """
+    checks = list(checks)
+    unusable = {check.engine for check in checks if check.engine and check.status == "fail"}
+    others = [name for name in ENGINES if name not in unusable]
+    if others:
+        checks = [
+            replace(check, status="warn") if check.engine and check.status == "fail" else check
+            for check in checks
+        ]
+    return [*checks, *_run("default engine", lambda: _default_engine(others))]
+
+
+def _default_engine(usable: list[str]) -> Iterable[Check]:
+    default = standing_engine(os.environ)
+    if default in usable:
+        yield Check("default engine", "ok", f"{default}: for each run that names none")
+    elif usable:
+        yield Check(
+            "default engine",
+            "warn",
+            f"{default} cannot run here as it is, and nothing takes its place by itself",
+            f"mend what is said of {default} above, or choose {usable[0]}: `--engine {usable[0]}` "
+            "of `backintel run` and `backintel kernel install`.",
+        )
+    else:
+        yield Check(
+            "default engine",
+            "fail",
+            f"{default}; as this host is, no engine can run",
+            "mend what is said of one engine above.",
+        )
+
+
+def _run(name: str, step: Callable[[], Iterable[Check]], engine: str = "") -> list[Check]:
+    """Return what a step found; an error is a failure, of ``engine`` if that alone needs it."""
     try:
         return list(step())
     except BackIntelError as error:
         found = f"{error.phase}: {error.message}" if error.phase else error.message
-        return [Check(name, "fail", found, error.remedy)]
+        return [Check(name, "fail", found, error.remedy, engine)]
     except (OSError, ValueError) as error:
-        return [Check(name, "fail", f"the check itself failed: {error}", "report this.")]
+        found = f"the check itself failed: {error}"
+        return [Check(name, "fail", found, "report this.", engine)]
 
 
 def table(checks: Iterable[Check]) -> str:
@@ -118,7 +162,7 @@ def _user_namespaces() -> Iterable[Check]:
     settings = _settings()
     # There the engine's bwrap may have a profile that this process lacks: only a boot can tell.
     status: Status = "warn" if _is_apparmor(settings) else "fail"
-    yield Check("user namespaces", status, failure, namespace_remedy(settings))
+    yield Check("user namespaces", status, failure, namespace_remedy(settings), "bwrap")
 
 
 def _settings() -> dict[str, str]:
@@ -210,9 +254,7 @@ def _engines(deep: bool) -> Iterable[Check]:
         try:
             facts = engine.verify(deep=deep)
         except BackIntelError as error:
-            # Only the default has to work here; what the others lack is told.
-            status: Status = "fail" if name == DEFAULT_ENGINE else "warn"
-            yield Check(f"engine {name}", status, error.message, error.remedy)
+            yield Check(f"engine {name}", "fail", error.message, error.remedy, name)
             continue
         found = f"{facts.version}, {len(facts.digests)} files as pinned; {engine.isolation}"
         yield Check(f"engine {name}", "ok", found)
@@ -331,8 +373,7 @@ def _proofs(dirs: StateDirs, boot: bool) -> Iterable[Check]:
             if boot:
                 prove(dirs, name)
         except BackIntelError as error:
-            status: Status = "fail" if name == DEFAULT_ENGINE else "warn"
-            yield Check(f"boot proof {name}", status, error.message, error.remedy)
+            yield Check(f"boot proof {name}", "fail", error.message, error.remedy, name)
             continue
         if proofs.is_valid(dirs, key):
             found = "booted just now" if boot else "booted since this machine started"
@@ -351,7 +392,11 @@ def _kernels() -> Iterable[Check]:
 
     found = installed()
     if found:
-        yield Check("kernels", "ok", ", ".join(f"{item.name} in {item.path}" for item in found))
+        yield Check(
+            "kernels",
+            "ok",
+            ", ".join(f"{item.name} ({item.engine}) in {item.path}" for item in found),
+        )
     else:
         yield Check(
             "kernels", "warn", "none is installed for Jupyter", "run `backintel kernel install`."

@@ -58,5 +58,6 @@ def repository() -> Path:
 @pytest.fixture(autouse=True)
 def _no_inherited_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drop settings that the person running the tests has for their own sandboxes."""
-    for name in ("BACKINTEL_SQLITE_PATH", "BACKINTEL_FILES_DIR", "BACKINTEL_PARQUET_DIR"):
+    places = ("BACKINTEL_SQLITE_PATH", "BACKINTEL_FILES_DIR", "BACKINTEL_PARQUET_DIR")
+    for name in ("BACKINTEL_SANDBOX", *places):
         monkeypatch.delenv(name, raising=False)

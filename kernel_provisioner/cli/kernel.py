@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 from kernel_provisioner import kernelspec
-from kernel_provisioner.cli.output import emit
+from kernel_provisioner.cli.output import emit, say
 from kernel_provisioner.engines.registry import DEFAULT_ENGINE, get_engine
-from kernel_provisioner.errors import EXIT_DONE
+from kernel_provisioner.errors import EXIT_DONE, BackIntelError
 from kernel_provisioner.sources import parse_sources
 
 SCHEMA = "backintel.kernels/1"
 
 
 def install(options: argparse.Namespace) -> int:
-    """Install the kernelspec."""
+    """Install the kernelspec; say so if its engine could not start a kernel as this host is."""
     sources = {name: os.path.abspath(path) for name, path in parse_sources(options.source).items()}
     location = _location(options) or kernelspec.Location.default()
     name = options.name or kernelspec.KERNEL_NAME
@@ -25,12 +25,18 @@ def install(options: argparse.Namespace) -> int:
         engine=options.engine, profile=options.profile, sources=sources, name=name
     )
     path = kernelspec.install(spec, name, location)
-    isolation = get_engine(options.engine or DEFAULT_ENGINE).isolation
+    engine = get_engine(options.engine or DEFAULT_ENGINE)
     if options.json:
-        emit({"schema": SCHEMA, "installed": str(path), "isolation": isolation, "spec": spec})
+        emit(
+            {"schema": SCHEMA, "installed": str(path), "isolation": engine.isolation, "spec": spec}
+        )
     else:
         print(f"installed {spec['display_name']!r} as {name} in {path}")
-        print(f"isolation {isolation}")
+        print(f"isolation {engine.isolation}")
+    try:
+        engine.verify()
+    except BackIntelError as error:
+        say(f"this kernel will not start here yet: {error}")
     return EXIT_DONE
 
 

@@ -82,7 +82,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def _add_run(commands: Commands) -> None:
     run = _leaf(commands, "run", "run.run", "run a notebook in a sandbox and publish its artifacts")
     run.add_argument("notebook", type=Path, metavar="NOTEBOOK")
-    run.add_argument("--engine", metavar="ENGINE", help="smolvm, bwrap (unless stated), or auto")
+    run.add_argument("--engine", metavar="ENGINE", help="smolvm (unless stated), bwrap, or auto")
     run.add_argument("--profile", metavar="P", help="limits: analysis (default), large, ...")
     _add_sources(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="a new or empty directory")
@@ -137,7 +137,7 @@ def _add_kernel(commands: Commands) -> None:
     group = _group(commands, "kernel", "the kernel in JupyterLab")
     install = _leaf(group, "install", "kernel.install", "install the kernel for Jupyter")
     _add_location(install)
-    install.add_argument("--engine", metavar="E", help="smolvm or bwrap (unless stated)")
+    install.add_argument("--engine", metavar="E", help="smolvm (unless stated) or bwrap")
     install.add_argument("--profile", metavar="P", help="limits: interactive (default), ...")
     _add_sources(install)
     _add_json(install)

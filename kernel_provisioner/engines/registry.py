@@ -9,7 +9,13 @@ from kernel_provisioner.paths import StateDirs
 ENGINES = ("smolvm", "bwrap")
 """Engines of this version, strongest first."""
 
-DEFAULT_ENGINE = "bwrap"
+DEFAULT_ENGINE = "smolvm"
+"""The engine of what states none. Where it cannot run nothing takes its place but by its owner."""
+
+CHOOSE_WEAKER = (
+    "choose the weaker engine: `--engine bwrap` of `backintel run` and `backintel kernel install`."
+)
+"""The end of each remedy for a host that cannot run the default engine."""
 
 
 def get_engine(name: str, dirs: StateDirs | None = None) -> Engine:

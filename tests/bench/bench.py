@@ -2,8 +2,8 @@
 
 All are started by jupyter_client's `AsyncKernelManager` from a kernelspec: plain ipykernel as the
 virtual environment installs it, over TCP (its default) and over Unix sockets (what ours uses), ours
-as `backintel kernel install` makes it. They take turns, so that what else the machine does hits
-all. Ours needs a prepared image.
+as `backintel kernel install --engine bwrap` makes it. They take turns, so that what else the
+machine does hits all. Ours needs a prepared image.
 """
 
 from __future__ import annotations
@@ -218,7 +218,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as prefix:
         command = [sys.executable, "-m", "kernel_provisioner.cli.main", "kernel", "install"]
-        subprocess.run([*command, "--prefix", prefix], check=True, timeout=60)
+        command += ["--engine", "bwrap", "--prefix", prefix]
+        subprocess.run(command, check=True, timeout=60)
         os.environ["JUPYTER_PATH"] = f"{prefix}/share/jupyter"
         results, versions = asyncio.run(measure(options.starts, options.trips, options.floods, say))
     stated = "; ".join(

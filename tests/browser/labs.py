@@ -112,6 +112,8 @@ class Lab:
             "JUPYTER_RUNTIME_DIR": str(self._home / "runtime"),
             "JUPYTERLAB_SETTINGS_DIR": str(self._home / "settings"),
             "JUPYTERLAB_WORKSPACES_DIR": str(self._home / "workspaces"),
+            # Each host of the tests has this engine; the kernel that ships names another.
+            "BACKINTEL_SANDBOX": "bwrap",
         }
         # The home of a private image, for a machine where another one is in use.
         if "BACKINTEL_HOME" in os.environ:

@@ -1,4 +1,4 @@
-"""After each test nothing of ours may be left on the host."""
+"""All sandboxes are of bwrap, which each host of the tests has; after each test nothing is left."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from sandboxes import leaving_nothing
+
+
+@pytest.fixture(autouse=True)
+def _on_bwrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name the engine of each run and kernel that names none."""
+    monkeypatch.setenv("BACKINTEL_SANDBOX", "bwrap")
 
 
 @pytest.fixture(autouse=True)

@@ -185,6 +185,10 @@ def _no_engine(box: Served, directory: Path, patch: pytest.MonkeyPatch) -> None:
     box.manager.kernel_spec.metadata["kernel_provisioner"]["config"].pop("engine", None)
     box.provisioner.engine = None
     patch.setenv("BACKINTEL_SANDBOX", "smolvm")
+    # The image is found, the engine is not: where KVM boots a guest it could start otherwise.
+    (directory / "home").mkdir()
+    (directory / "home/image").symlink_to(box.provisioner._dirs.image)
+    box.provisioner._dirs = replace(box.provisioner._dirs, data=directory / "home")
 
 
 def _bad_configuration(box: Served, directory: Path, patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from runs import COMMAND, Bench
 
+from kernel_provisioner.paths import state_dirs
+
 pytestmark = pytest.mark.sandbox
 
 
@@ -220,3 +222,16 @@ def test_progress_on_a_terminal_is_one_line_that_changes(bench: Bench) -> None:
     assert b"cell 1/1  import time; time.sleep(1.2)  0 s" in shown
     assert b"cell 1/1  import time; time.sleep(1.2)  1 s" in shown
     assert b"done in 1." in shown
+
+
+def test_a_run_that_names_no_engine_is_of_smolvm_or_refused(bench: Bench, tmp_path: Path) -> None:
+    """In a home with the image, but without a prepared smolvm; all other tests here have bwrap."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "image").symlink_to(state_dirs().image)
+    bench.write("1 + 1")
+    run = bench.run(BACKINTEL_HOME=str(home), BACKINTEL_SANDBOX="")
+    error = run.report["error"]
+    assert (run.status, error["code"]) == (3, "engine_unavailable")
+    assert "smolvm" in error["message"] or "/dev/kvm" in error["message"]
+    assert run.report["cells"]["run"] == 0

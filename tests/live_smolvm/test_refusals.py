@@ -19,6 +19,7 @@ import pytest
 from live import SLOW, LiveMachine
 from product import backintel, left_behind, write_notebook
 
+from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.engines.smolvm import monitor, release
 from kernel_provisioner.errors import EngineUnavailable, HostRefused
 from kernel_provisioner.images.receipt import load_image
@@ -39,12 +40,12 @@ def without_kvm() -> Iterator[None]:
 @pytest.mark.usefixtures("without_kvm")
 def test_missing_device_is_refused(tmp_path: Path) -> None:
     notebook = write_notebook(tmp_path / "a.ipynb", ["1"])
-    done = backintel("run", notebook, "--engine", "smolvm", "--out", tmp_path / "out")
+    done = backintel("run", notebook, "--out", tmp_path / "out")
     assert done.status == 3
     error = done.report["error"]
     assert error["code"] == EngineUnavailable.code and EngineUnavailable.permanent
     assert "/dev/kvm does not exist" in error["message"]
-    assert "firmware" in error["remedy"]
+    assert "firmware" in error["remedy"] and error["remedy"].endswith(CHOOSE_WEAKER)
     assert left_behind() == []
 
 

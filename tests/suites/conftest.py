@@ -15,7 +15,8 @@ def installed_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Install the kernel below a prefix of the tests' own; yield its name."""
     prefix = tmp_path_factory.mktemp("prefix")
     command = [sys.executable, "-m", "kernel_provisioner.cli.main", "kernel", "install"]
-    subprocess.run([*command, "--prefix", str(prefix)], check=True, timeout=60)
+    command += ["--engine", "bwrap", "--prefix", str(prefix)]
+    subprocess.run(command, check=True, timeout=60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_PATH", f"{prefix}/share/jupyter")
         patch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))

@@ -101,6 +101,8 @@ def environment(suite: Suite, scratch: Path) -> dict[str, str]:
         "JUPYTER_PLATFORM_DIRS": "1",
         "PATH": f"{fetch_suites.PLACE / 'venv/bin'}:{os.environ.get('PATH', os.defpath)}",
         "PYTHONPATH": str(Path(__file__).parent),
+        # Each host of the tests has this engine; the suites' kernelspecs name none.
+        "BACKINTEL_SANDBOX": "bwrap",
         routed.SUITE_VARIABLE: suite.name,
         routed.REPORT_VARIABLE: str(scratch / "report.json"),
     }

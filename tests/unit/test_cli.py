@@ -17,6 +17,7 @@ from kernel_provisioner import __version__
 from kernel_provisioner.cli import sandbox
 from kernel_provisioner.cli.main import build_parser, main
 from kernel_provisioner.cli.run import settings_of
+from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.engines.smolvm import host
 from kernel_provisioner.paths import StateDirs
 
@@ -147,7 +148,7 @@ def test_without_an_image_run_names_prepare_and_leaves_nothing(
     notebook: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert main(["run", str(notebook), "--out", str(out)]) == 3
+    assert main(["run", str(notebook), "--out", str(out), "--engine", "bwrap"]) == 3
     assert "backintel sandbox prepare" in capsys.readouterr().err
     assert not out.exists()
 
@@ -282,7 +283,13 @@ def test_prepare_says_why_the_microvm_is_left_out_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(host, "check_host", lambda: host.check_kvm(tmp_path / "kvm"))
-    sandbox._prepare_machine(StateDirs(tmp_path, tmp_path, tmp_path / "run"))
+    dirs = StateDirs(tmp_path, tmp_path, tmp_path / "run")
+    refusals = sandbox._prepare_machine(dirs)
     said = capsys.readouterr().err
     assert "the engine smolvm is left out" in said
     assert "does not exist" in said and "firmware" in said
+    told = sandbox._default(dirs, "smolvm", refusals.get("smolvm"))
+    assert told.startswith("smolvm, which cannot run here")
+    assert CHOOSE_WEAKER in told
+    told = sandbox._default(dirs, "bwrap", refusals.get("bwrap"))
+    assert told.startswith("bwrap (namespaces: weaker isolation), not booted yet")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kernel_provisioner import config
-from kernel_provisioner.config import Settings, resolve_settings
+from kernel_provisioner.config import Settings, resolve_settings, standing_engine
 from kernel_provisioner.errors import (
     BackIntelError,
     ConfigError,
@@ -58,7 +59,7 @@ def resolve(
 
 def test_defaults() -> None:
     settings = resolve()
-    assert (settings.engine, settings.engine_requested) == ("bwrap", "bwrap")
+    assert (settings.engine, settings.engine_requested) == ("smolvm", "smolvm")
     assert settings.profile.name == "analysis"
     assert settings.sources == ()
     assert resolve(default="interactive").profile.name == "interactive"
@@ -88,10 +89,22 @@ def test_keys_are_resolved_one_by_one(files: tuple[Path, Path]) -> None:
 
 def test_environment_names_only_the_engine() -> None:
     environ = {"BACKINTEL_SANDBOX": "bwrap", "BACKINTEL_PROFILE": "large", "CELL_DEADLINE": "1"}
-    assert resolve(env=environ) == resolve()
-    assert resolve(env={"BACKINTEL_SANDBOX": ""}).engine == "bwrap"
+    assert resolve(env=environ) == replace(resolve(), engine="bwrap", engine_requested="bwrap")
+    assert resolve(env={"BACKINTEL_SANDBOX": ""}) == resolve()
     with pytest.raises(ConfigError, match=r"environment: engine: 'podman' is not an engine"):
         resolve(env={"BACKINTEL_SANDBOX": "podman"})
+
+
+def test_the_engine_of_runs_that_name_none(files: tuple[Path, Path]) -> None:
+    user, system = files
+    assert standing_engine({}, files) == "smolvm"
+    system.write_text('engine = "bwrap"\n')
+    assert standing_engine({}, files) == "bwrap"
+    user.write_text('engine = "smolvm"\n')
+    assert standing_engine({}, files) == "smolvm"
+    assert standing_engine({"BACKINTEL_SANDBOX": "bwrap"}, files) == "bwrap"
+    with pytest.raises(ConfigError, match="'auto' is a word for the command line"):
+        standing_engine({"BACKINTEL_SANDBOX": "auto"}, files)
 
 
 def test_auto_is_a_word_for_the_command_line_only(files: tuple[Path, Path]) -> None:

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from kernel_provisioner import doctor
 from kernel_provisioner.cli.main import main
-from kernel_provisioner.engines.registry import get_engine
+from kernel_provisioner.engines.registry import CHOOSE_WEAKER, get_engine
 from kernel_provisioner.engines.smolvm import failures, host, release
 from kernel_provisioner.errors import BackIntelError, HostRefused
 from kernel_provisioner.paths import StateDirs
@@ -203,3 +203,50 @@ def test_each_reason_against_a_microvm_has_its_own_words_and_remedy(
     assert checks["engine bwrap"].status == "ok"
     others = [words for other, words in REFUSALS.items() if other is not refuse]
     assert not [words for words, _ in others if words in checks["engine smolvm"].found]
+    assert checks["engine smolvm"].remedy.endswith(CHOOSE_WEAKER)
+
+
+def _engine_checks(
+    smolvm: doctor.Status, bwrap: doctor.Status, *, proof: doctor.Status = "ok"
+) -> list[doctor.Check]:
+    return [
+        doctor.Check("engine smolvm", smolvm, "x", "mend it.", "smolvm"),
+        doctor.Check("engine bwrap", bwrap, "x", "mend it.", "bwrap"),
+        doctor.Check("boot proof smolvm", proof, "x", "mend it.", "smolvm"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engines", "stated", "expected"),
+    [
+        (_engine_checks("ok", "ok"), "", "ok"),
+        (_engine_checks("ok", "ok", proof="warn"), "", "ok"),
+        (_engine_checks("ok", "fail"), "", "ok"),
+        (_engine_checks("fail", "ok"), "", "warn"),
+        (_engine_checks("ok", "ok", proof="fail"), "", "warn"),
+        (_engine_checks("fail", "ok"), "bwrap", "ok"),
+        (_engine_checks("fail", "fail"), "", "fail"),
+    ],
+)
+def test_an_engine_that_cannot_run_is_a_failure_only_where_no_other_can(
+    engines: list[doctor.Check],
+    stated: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("BACKINTEL_SANDBOX", stated)
+    image = doctor.Check("image", "fail", "none", "prepare it.")
+    checks = doctor.judge([image, *engines])
+    assert _find(checks, "image").status == "fail", "no engine can do without it"
+    default = _find(checks, "default engine")
+    assert default.status == expected
+    failed = [check for check in checks if check.status == "fail" and check.engine]
+    assert bool(failed) == (expected == "fail")
+    assert len(checks) == len(engines) + 2
+    if expected == "warn":
+        assert default.found.startswith("smolvm cannot run here")
+        assert "`--engine bwrap` of `backintel run` and `backintel kernel install`" in (
+            default.remedy
+        )

@@ -11,6 +11,8 @@ from jupyter_client.kernelspec import KernelSpecManager
 
 from kernel_provisioner import kernelspec
 from kernel_provisioner.cli.main import main
+from kernel_provisioner.engines.registry import CHOOSE_WEAKER
+from kernel_provisioner.engines.smolvm import host
 from kernel_provisioner.errors import BackIntelError, ConfigError, SourceRefused, UsageError
 
 
@@ -37,7 +39,7 @@ def test_the_installed_kernel_is_found_by_jupyter(prefix: Path) -> None:
     assert spec.metadata["debugger"] is True
     assert spec.metadata["kernel_provisioner"] == {
         "provisioner_name": "backintel-provisioner",
-        "config": {"engine": "bwrap", "profile": "interactive"},
+        "config": {"engine": "smolvm", "profile": "interactive"},
     }
 
 
@@ -48,9 +50,11 @@ def test_the_installed_kernel_is_found_by_jupyter(prefix: Path) -> None:
         (["--profile", "analysis"], "BackIntel sandbox (analysis)"),
         (["--profile", "analysis", "--name", "analysis"], "BackIntel sandbox (analysis)"),
         (["--name", "sales"], "BackIntel sandbox (sales)"),
+        (["--engine", "smolvm"], "BackIntel sandbox"),
+        (["--engine", "bwrap"], "BackIntel sandbox (bwrap)"),
         (
-            ["--name", "sales", "--profile", "analysis", "--engine", "smolvm"],
-            "BackIntel sandbox (sales, analysis, smolvm)",
+            ["--name", "sales", "--profile", "analysis", "--engine", "bwrap"],
+            "BackIntel sandbox (sales, analysis, bwrap)",
         ),
     ],
 )
@@ -87,7 +91,23 @@ def test_the_logos_have_the_size_that_jupyter_expects(size: int) -> None:
 
 def test_the_isolation_is_said(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["kernel", "install", "--prefix", str(prefix)])
-    assert "namespaces: weaker isolation" in capsys.readouterr().out
+    assert "isolation microVM\n" in capsys.readouterr().out
+    main(["kernel", "install", "--prefix", str(prefix), "--engine", "bwrap"])
+    said = capsys.readouterr()
+    assert "namespaces: weaker isolation" in said.out
+    assert said.err == ""
+
+
+def test_a_kernel_that_cannot_start_here_is_installed_and_the_owners_choice_is_named(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "check_host", lambda: host.check_kvm(prefix / "kvm"))
+    assert main(["kernel", "install", "--prefix", str(prefix)]) == 0
+    said = capsys.readouterr().err
+    assert "this kernel will not start here yet" in said
+    assert "does not exist" in said and CHOOSE_WEAKER in said
+    path = prefix / "share/jupyter/kernels/backintel-sandbox"
+    assert _config(path)["engine"] == "smolvm"
 
 
 def test_sources_are_stored_by_canonical_path(

@@ -101,6 +101,7 @@ def test_kernel_logos_ship(wheel: zipfile.ZipFile) -> None:
 def test_the_kernel_of_the_launcher_ships_as_it_would_be_installed(wheel: zipfile.ZipFile) -> None:
     shipped = json.loads(wheel.read(f"{KERNEL}/kernel.json"))
     assert shipped == kernelspec.build(engine=None, profile=None, sources={})
+    assert shipped["metadata"]["kernel_provisioner"]["config"]["engine"] == "smolvm"
     for name in ("logo-svg.svg", "logo-32x32.png", "logo-64x64.png"):
         assert wheel.getinfo(f"{KERNEL}/{name}").file_size > 0
 

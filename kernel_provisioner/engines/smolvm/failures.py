@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.errors import BackIntelError, EngineUnavailable, HostRefused, StartFailed
 
 _QUOTED = 600
@@ -20,22 +21,21 @@ _KNOWN: tuple[tuple[tuple[str, ...], type[BackIntelError], str, str, str], ...] 
         "launch",
         "the monitor may not use /dev/kvm.",
         "give this user's group access to /dev/kvm, log in again, and see "
-        "`backintel sandbox check`.",
+        f"`backintel sandbox check`; or {CHOOSE_WEAKER}",
     ),
     (
         ("kvm not available", "KVM_UNAVAILABLE", "Error creating the Kvm object"),
         EngineUnavailable,
         "launch",
         "this host offers no usable KVM.",
-        "enable virtualization in the firmware or in the hypervisor, or use the engine 'bwrap'.",
+        f"enable virtualization in the firmware or in the hypervisor, or {CHOOSE_WEAKER}",
     ),
     (
         ("no boot progress", "agent did not become ready", "timed out waiting for agent"),
         HostRefused,
         "boot",
         "the guest's kernel made no progress: this host's KVM cannot boot it, or is far too slow.",
-        "on a nested host give the outer machine nested virtualization; otherwise use the engine "
-        "'bwrap'.",
+        f"on a nested host give the outer machine nested virtualization; otherwise {CHOOSE_WEAKER}",
     ),
     (
         ("Too many open files", "EMFILE"),
@@ -56,7 +56,8 @@ _KNOWN: tuple[tuple[tuple[str, ...], type[BackIntelError], str, str, str], ...] 
         HostRefused,
         "launch",
         "this host's kernel cannot confine the monitor with Landlock.",
-        "use Linux 5.13 or newer with Landlock enabled; the monitor is never run unconfined.",
+        "use Linux 5.13 or newer with Landlock enabled (the monitor is never run unconfined), or "
+        f"{CHOOSE_WEAKER}",
     ),
 )
 

@@ -13,6 +13,7 @@ import stat
 import sys
 from pathlib import Path
 
+from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.errors import EngineUnavailable, HostRefused
 
 KVM = Path("/dev/kvm")
@@ -42,8 +43,8 @@ def check_libc(name: str, version: str) -> None:
             f"the smolvm engine needs glibc {needed} or newer; this host has "
             f"{name or 'another C library'} {version}".rstrip()
             + ".",
-            remedy="use a newer distribution (Debian 12, Ubuntu 22.04, RHEL 9), or the engine "
-            "'bwrap'.",
+            remedy="use a newer distribution (Debian 12, Ubuntu 22.04, RHEL 9), or "
+            f"{CHOOSE_WEAKER}",
         )
 
 
@@ -55,15 +56,17 @@ def check_kvm(kvm: Path = KVM) -> None:
         raise EngineUnavailable(
             f"{kvm} does not exist: this host offers no hardware virtualization.",
             remedy="enable virtualization in the firmware, or nested virtualization in the "
-            "hypervisor, and load kvm_intel or kvm_amd; or use the engine 'bwrap'.",
+            f"hypervisor, and load kvm_intel or kvm_amd; or {CHOOSE_WEAKER}",
         ) from None
     except OSError as error:
         raise EngineUnavailable(
-            f"{kvm} cannot be examined ({error.strerror}).", remedy="see `ls -l /dev/kvm`."
+            f"{kvm} cannot be examined ({error.strerror}).",
+            remedy=f"see `ls -l /dev/kvm`, or {CHOOSE_WEAKER}",
         ) from None
     if not stat.S_ISCHR(info.st_mode):
         raise EngineUnavailable(
-            f"{kvm} is not a character device.", remedy="remove it and load the kvm module."
+            f"{kvm} is not a character device.",
+            remedy=f"remove it and load the kvm module, or {CHOOSE_WEAKER}",
         )
     if not os.access(kvm, os.R_OK | os.W_OK):
         raise refused_device(kvm, info)
@@ -71,23 +74,25 @@ def check_kvm(kvm: Path = KVM) -> None:
 
 def refused_device(kvm: Path, info: os.stat_result) -> EngineUnavailable:
     """Return the error of a device that this user may not use; the remedy fits its group."""
-    return EngineUnavailable(f"this user may not use {kvm}.", remedy=_permission(info))
+    return EngineUnavailable(
+        f"this user may not use {kvm}.", remedy=f"{_permission(info)}; or {CHOOSE_WEAKER}"
+    )
 
 
 def _permission(info: os.stat_result) -> str:
     try:
         group = grp.getgrgid(info.st_gid)
     except KeyError:
-        return "let the administrator give this user access to the device."
+        return "let the administrator give this user access to the device"
     user = os.environ.get("USER", "")
     if info.st_mode & 0o060 == 0o060 and user and user in group.gr_mem:
         return (
             f"this user is in the group {group.gr_name}, but this login is older: log out and in "
-            "again (and restart the Jupyter server)."
+            "again (and restart the Jupyter server)"
         )
     if info.st_mode & 0o060 == 0o060 and info.st_gid != 0:
-        return f"let the administrator run `usermod -aG {group.gr_name} USER`, then log in again."
-    return "let the administrator give a group of this user read and write access to the device."
+        return f"let the administrator run `usermod -aG {group.gr_name} USER`, then log in again"
+    return "let the administrator give a group of this user read and write access to the device"
 
 
 def open_files() -> int:
@@ -102,7 +107,8 @@ def open_files() -> int:
     if hard < OPEN_FILES_NEEDED:
         raise HostRefused(
             f"a microVM needs {OPEN_FILES_NEEDED} open files; this login allows {hard}.",
-            remedy="raise the hard limit `nofile` (limits.conf, or LimitNOFILE= of the service).",
+            remedy="raise the hard limit `nofile` (limits.conf, or LimitNOFILE= of the service), "
+            f"or {CHOOSE_WEAKER}",
         )
     return min(hard, OPEN_FILES_WANTED)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.errors import EngineUnavailable
 from kernel_provisioner.images.receipt import stat_listing
 from kernel_provisioner.paths import StateDirs
@@ -81,7 +82,7 @@ def load_pins(name: str = "", lock: Path = _LOCK) -> Pins:
     if files is None or system not in _EXECUTED:
         raise EngineUnavailable(
             f"the smolvm engine does not run on {wanted}.",
-            remedy="use Linux on x86-64 or arm64 with KVM, or the engine 'bwrap'.",
+            remedy=f"use Linux on x86-64 or arm64 with KVM, or {CHOOSE_WEAKER}",
         )
     return Pins(data["version"], {n: files[f"{PACKAGE}/{n}"] for n in _EXECUTED[system]})
 
