@@ -209,8 +209,8 @@ class Desk:
             self._one_snapshot,
             snapshot(self._living(), scratch, self._max_bytes) as taken,
         ):
-            return await asyncio.to_thread(
-                pick, taken.stream, name, scratch, self._limits(), _export_deadline()
+            return await taken.judged(
+                lambda stream: pick(stream, name, scratch, self._limits(), _export_deadline())
             )
 
     async def _export(self, destination: Path) -> dict[str, Any]:
@@ -222,8 +222,10 @@ class Desk:
             # A publication that is killed leaves its staging beside the destination.
             self._note_export(destination.parent)
             async with snapshot(guest, self._start.dirs.state, self._max_bytes) as taken:
-                artifacts = await asyncio.to_thread(
-                    publish, taken.stream, destination, self._limits(), deadline=_export_deadline()
+                artifacts = await taken.judged(
+                    lambda stream: publish(
+                        stream, destination, self._limits(), deadline=_export_deadline()
+                    )
                 )
         listed = [artifact.as_dict() for artifact in artifacts]
         size = sum(artifact.size for artifact in artifacts)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from kernel_provisioner.artifacts.tarstream import (
     CHUNK,
@@ -30,12 +31,25 @@ _HEADERS_BYTES = 32 * 1024 * 1024
 """Room for headers beside the contents: 4,096 entries, their long names included, take 12 MiB."""
 
 
+_T = TypeVar("_T")
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A tar stream of one moment, unjudged, and how many seconds the guest stood still for it."""
 
     stream: BinaryIO
     frozen_s: float
+
+    async def judged(self, job: Callable[[BinaryIO], _T]) -> _T:
+        """Return what ``job`` makes of the copy in a thread."""
+        own = _duplicate(self.stream)
+
+        def run() -> _T:
+            with own:
+                return job(own)
+
+        return await asyncio.to_thread(run)
 
 
 @asynccontextmanager
@@ -47,10 +61,8 @@ async def snapshot(guest: Guest, scratch: Path, max_bytes: int) -> AsyncIterator
     """
     with _unnamed(scratch) as copy:
         async with guest.frozen() as hold:
-            with guest.artifacts() as stream:
-                await asyncio.to_thread(
-                    _copy, stream, copy, max_bytes + _HEADERS_BYTES, hold.deadline
-                )
+            room = max_bytes + _HEADERS_BYTES
+            await asyncio.to_thread(_copy, guest.artifacts(), _duplicate(copy), room, hold.deadline)
         if hold.late:
             raise ExportRefused(
                 "the artifacts could not be copied in the 2 s that a sandbox may be frozen; "
@@ -70,6 +82,15 @@ def _unnamed(scratch: Path) -> BinaryIO:
     return file
 
 
+def _duplicate(file: BinaryIO) -> BinaryIO:
+    """Return the same file under a number of its own, for a thread to close.
+
+    A cancelled export closes its files at once, and a thread that goes on must not meet another
+    file under their numbers.
+    """
+    return open(os.dup(file.fileno()), "r+b", buffering=0)
+
+
 def _no_space(scratch: Path, error: OSError) -> ExportRefused:
     return ExportRefused(
         f"the artifacts cannot be copied into {str(scratch)!r} ({error.strerror}); nothing was "
@@ -79,13 +100,14 @@ def _no_space(scratch: Path, error: OSError) -> ExportRefused:
 
 
 def _copy(stream: BinaryIO, copy: BinaryIO, max_bytes: int, deadline: float) -> None:
-    reader = StreamReader(stream, deadline)
-    left = max_bytes
-    while chunk := reader.some(CHUNK):
-        left -= len(chunk)
-        if left < 0:
-            raise ExportRefused("the artifact stream is too long; nothing was published.")
-        _write_all(copy, chunk)
+    with stream, copy:
+        reader = StreamReader(stream, deadline)
+        left = max_bytes
+        while chunk := reader.some(CHUNK):
+            left -= len(chunk)
+            if left < 0:
+                raise ExportRefused("the artifact stream is too long; nothing was published.")
+            _write_all(copy, chunk)
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import signal
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class BwrapGuest:
         self._kernel: ProcessIdentity | None = None
         self._kernel_fd: int | None = None
         self._artifacts_fd: int | None = None
+        self._closing = threading.Lock()
+        """Held to close the descriptor of /artifacts or to duplicate it in another thread."""
         self._last = Sample(0, 0, 0, held.group.kind, 0.0, 0, 0)
         self._peak = 0
         self._deviations: list[str] = []
@@ -346,9 +349,16 @@ class BwrapGuest:
 
     def listing(self) -> Sequence[Listed]:
         """Look at /artifacts through the exports' descriptor. Raises StartFailed, OSError."""
-        if self._artifacts_fd is None:
-            raise StartFailed("there is no guest whose artifacts could be read.", phase="export")
-        return export.listing(self._artifacts_fd)
+        with self._closing:
+            if self._artifacts_fd is None:
+                raise StartFailed(
+                    "there is no guest whose artifacts could be read.", phase="export"
+                )
+            own = os.dup(self._artifacts_fd)
+        try:
+            return export.listing(own)
+        finally:
+            os.close(own)
 
     async def destroy(self, timeout: float) -> Sequence[str]:
         """Kill, reap and remove everything; idempotent; return what could not be removed.
@@ -383,13 +393,14 @@ class BwrapGuest:
             os.waitpid(held.child.pid, os.WNOHANG)
         held.output.close()
         held.control.close()
-        for fd in (
-            held.monitor_fd,
-            held.child_fd,
-            held.targets,
-            self._kernel_fd,
-            self._artifacts_fd,
-        ):
-            if fd is not None:
-                os.close(fd)
-        self._kernel_fd = self._artifacts_fd = None
+        with self._closing:
+            for fd in (
+                held.monitor_fd,
+                held.child_fd,
+                held.targets,
+                self._kernel_fd,
+                self._artifacts_fd,
+            ):
+                if fd is not None:
+                    os.close(fd)
+            self._kernel_fd = self._artifacts_fd = None
