@@ -41,6 +41,11 @@ def stalled(message: str) -> bool:
     return True
 
 
+def missing() -> list[str]:
+    """Return the lines that nobody noted."""
+    return [line for line in LINES if line not in _seen]
+
+
 def summary() -> list[str]:
     """Return one line for each fact, in order."""
     return [
