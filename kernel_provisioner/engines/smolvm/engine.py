@@ -50,7 +50,7 @@ class SmolvmEngine:
     def plan(self, spec: GuestSpec) -> Leftovers:
         """Return the directories that ``launch`` will make."""
         places = Places.of(spec, self._dirs)
-        return Leftovers(directories=(places.state, places.sockets))
+        return Leftovers(directories=(places.directory, places.sockets))
 
     def launch(self, spec: GuestSpec) -> Launched:
         """See engines.base.Engine. The boot is waited for by the guest's ``wait_attested``."""
@@ -90,7 +90,7 @@ class Launched:
     @property
     def leftovers(self) -> Leftovers:
         """What a sweep has to end and remove if the supervisor is killed now."""
-        return Leftovers((self.monitor,), (), (self.places.state, self.places.sockets))
+        return Leftovers((self.monitor,), (), (self.places.directory, self.places.sockets))
 
     async def claim(self) -> SmolvmGuest:
         """Return the guest once the launcher became smol-vmm; the boot is not waited for."""
@@ -129,7 +129,7 @@ def _reap(pid: int, pidfd: int) -> None:
 
 
 def _remove(places: Places, session: str) -> None:
-    for path in (places.state, places.sockets):
+    for path in (places.directory, places.sockets):
         remove_directory(path, session)
 
 

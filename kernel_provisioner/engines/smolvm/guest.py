@@ -91,7 +91,7 @@ class SmolvmGuest:
         """What a sweep has to end and remove if the supervisor is killed."""
         held = self._held
         machine = () if held.machine is None else (held.machine,)
-        return Leftovers((held.monitor, *machine), (), (held.places.state, held.places.sockets))
+        return Leftovers((held.monitor, *machine), (), (held.places.directory, held.places.sockets))
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class SmolvmGuest:
                 left.append(f"process {held.monitor.pid} of the machine")
             else:
                 self._close()
-        for path in (held.places.state, held.places.sockets):
+        for path in (held.places.directory, held.places.sockets):
             left += await asyncio.to_thread(remove_directory, path, held.spec.session)
         return left
 

@@ -29,13 +29,18 @@ _USERS = 1 << 24
 class Places:
     """The two directories of a session, by which a sweep finds them."""
 
-    state: Path
+    directory: Path
     sockets: Path
 
     @classmethod
     def of(cls, spec: GuestSpec, dirs: StateDirs) -> Places:
         """Return the directories of a session; nothing is made."""
         return cls(dirs.machines / spec.session, spec.socket_dir / spec.session)
+
+    @property
+    def state(self) -> Path:
+        """The program's state and home. It lets others look in there, so it lies inside."""
+        return self.directory / "state"
 
     @property
     def agent(self) -> Path:
@@ -65,14 +70,14 @@ def new_user() -> int | None:
 
 
 def make(places: Places, prepared: Prepared, user: int | None) -> None:
-    """Make both directories and the session's own agent root. Raises StartFailed.
+    """Make the directories and the session's own agent root. Raises StartFailed.
 
     The guest's root writes into its agent root, so no two sessions share one. A hard link instead
     of a copy would change the prepared file's ctime, and with it break the release's receipt.
     """
     try:
-        places.state.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
-        for directory in (places.state, places.sockets):
+        places.directory.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+        for directory in (places.directory, places.state, places.sockets):
             directory.mkdir(mode=0o700)
             _give(directory, user)
         source = prepared.directory / AGENT_ROOT

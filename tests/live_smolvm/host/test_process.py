@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -104,12 +105,15 @@ def test_what_the_monitor_boots_is_what_was_asked(recorded: GuestSpec) -> None:
         try:
             launcher = guest.leftovers.processes[0]
             machine = found_machine(launcher)
-            path = guest.leftovers.directories[0] / "told"
+            path = guest.leftovers.directories[0] / "state" / "told"
             deadline = time.monotonic() + 20 * PACE
             while not path.exists():
                 assert time.monotonic() < deadline and is_running(machine)
                 time.sleep(0.005)
             told = json.loads(path.read_text())
+            # Whatever the program does to the modes of its own.
+            for directory in guest.leftovers.directories:
+                assert stat.S_IMODE(directory.stat().st_mode) == 0o700
             assert told["resources"]["network"] is False
             assert (told["resources"]["cpus"], told["resources"]["memory_mib"]) == (1, 768)
             assert (told["storage_size_gb"], told["overlay_size_gb"]) == (3, 1)
