@@ -45,7 +45,10 @@ def test_a_notebook_from_the_launcher_runs_and_plots(someone: Person) -> None:
 def test_a_slow_start_says_what_it_does_and_shows_what_the_kernel_will_have(
     someone: Person, lab: Lab, database: Path
 ) -> None:
-    """It waits for the copy of a database that somebody writes to, until that is committed."""
+    """jupyterlab#6007: a slow start looks like no kernel.
+
+    This one waits for the copy of a database that somebody writes to, until that is committed.
+    """
     read = """
 import sqlite3
 print(*sqlite3.connect('file:/sources/book?immutable=1', uri=True).execute('SELECT * FROM line'))
