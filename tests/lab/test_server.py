@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from contract import check
-from server import API, Answer, Server, jupyter_server
+from server import API, Answer, Server, jupyter_server, kernelspec
 
 from kernel_provisioner.paths import state_dirs
 from kernel_provisioner.records import live_sessions
@@ -399,6 +399,16 @@ def test_a_start_that_fails_is_told(server: Server) -> None:
     assert plan.status == 409
     assert "/etc" in plan.json["message"]
     assert plan.json["remedy"]
+
+
+def test_a_server_stops_with_its_kernels_after_a_start_that_failed(tmp_path: Path) -> None:
+    kernelspec(tmp_path / "data", "bad-source", engine="bwrap", sources={"files": "/etc"})
+    with jupyter_server(tmp_path) as other:
+        assert other.request("POST", "api/kernels", {"name": "bad-source"}).status == 500
+        kernel = other.start()
+        assert kernel in {record.kernel_id for record in live_sessions(state_dirs())}
+    # It ended within its time, and nothing of the kernel is left.
+    assert kernel not in {record.kernel_id for record in live_sessions(state_dirs())}
 
 
 def metric(server: Server, name: str) -> float:
