@@ -55,6 +55,7 @@ run: $(STAMP) $(FLIGHTS)
 	@rm -rf -- $(OUT)
 	@$(BIN)/backintel run notebooks/flights.ipynb --engine auto \
 		--source flights=$(FLIGHTS) --out $(OUT)
+	@echo "next: $(BIN)/backintel run YOUR.ipynb --engine auto --out DIR, or \`make lab\`"
 
 # Two at a time what waits mostly for downloads or for a browser. Of the tests, only those of units
 # and of the browser run side by side: the others look at what is left on the host. The environment

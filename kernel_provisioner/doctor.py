@@ -90,13 +90,22 @@ def judge(checks: Iterable[Check]) -> list[Check]:
             replace(check, status="warn") if check.engine and check.status == "fail" else check
             for check in checks
         ]
-    return [*checks, *_run("default engine", lambda: _default_engine(others))]
+    booted = {check.name for check in checks if check.status == "ok"}
+    proven = [name for name in others if f"boot proof {name}" in booted]
+    return [*checks, *_run("default engine", lambda: _default_engine(others, proven))]
 
 
-def _default_engine(usable: list[str]) -> Iterable[Check]:
+def _default_engine(usable: list[str], proven: list[str]) -> Iterable[Check]:
     default = standing_engine(os.environ)
-    if default in usable:
+    if default in proven:
         yield Check("default engine", "ok", f"{default}: for each run that names none")
+    elif default in usable:
+        yield Check(
+            "default engine",
+            "warn",
+            f"{default}, which has not been booted here yet",
+            "run `backintel sandbox check --boot`.",
+        )
     elif usable:
         yield Check(
             "default engine",

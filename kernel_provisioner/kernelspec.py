@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernel_provisioner.config import resolve_settings
-from kernel_provisioner.engines.registry import DEFAULT_ENGINE
+from kernel_provisioner.config import known_profiles, resolve_settings
+from kernel_provisioner.engines.registry import DEFAULT_ENGINE, ENGINES
 from kernel_provisioner.errors import UsageError
 
 KERNEL_NAME = "backintel-sandbox"
@@ -64,8 +64,9 @@ def build(
     sources: Mapping[str, str],
     name: str = KERNEL_NAME,
 ) -> dict[str, object]:
-    """Return the content of kernel.json. Raises ConfigError, SourceRefused, ProfileRefused.
+    """Return the content of kernel.json.
 
+    Raises ConfigError, SourceRefused, ProfileRefused, UsageError.
     ``auto`` is refused: a kernelspec outlives the boot proof that ``auto`` rests on (spec B).
     ``name`` is the kernel's: of what Jupyter lists, it tells several of ours apart.
     """
@@ -81,6 +82,7 @@ def build(
         kernelspec=words,
         default_profile=DEFAULT_PROFILE,
     )
+    _check_words(name, settings.engine, settings.profile.name)
     given = {source.name: str(source.path) for source in settings.sources if source.name in sources}
     config: dict[str, object] = {"engine": settings.engine, "profile": settings.profile.name}
     if given:
@@ -107,6 +109,16 @@ def _display_name(name: str, engine: str, profile: str) -> str:
     if name != KERNEL_NAME and name not in differs:
         differs.insert(0, name)
     return f"{DISPLAY_NAME} ({', '.join(differs)})" if differs else DISPLAY_NAME
+
+
+def _check_words(name: str, engine: str, profile: str) -> None:
+    """Refuse a name that claims another engine or profile than the kernel has."""
+    claims = {word for word in (*ENGINES, *known_profiles()) if word not in (engine, profile)}
+    if name in claims:
+        raise UsageError(
+            f"the kernel's name {name!r} is that of an engine or profile which it would not have.",
+            remedy="choose another --name.",
+        )
 
 
 def install(spec: Mapping[str, object], name: str, location: Location) -> Path:

@@ -81,6 +81,12 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Say something once."""
 
+    def starting(self) -> None:
+        """The sandbox is being started."""
+
+    def over(self) -> None:
+        """Nothing of the run goes on any more."""
+
     def phase(self, name: str, seconds: float) -> None:
         """A phase of the start is over; seconds since launch was asked for."""
 

@@ -156,6 +156,7 @@ class _Run:
         )
         incomplete: Incomplete | None = None
         failure: Exception | None = None
+        self.progress.starting()
         try:
             await self._until_stopped(self.driver.drive(log))
             if self.result.complete:
@@ -172,6 +173,7 @@ class _Run:
                 await self._shut_down()
             except Exception as error:
                 failure = failure or error
+            self.progress.over()
             shutil.rmtree(out.path / _STAGED, ignore_errors=True)
         receipt = self._receipt()
         if failure is not None:

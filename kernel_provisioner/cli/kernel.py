@@ -7,10 +7,11 @@ import os
 import sys
 from pathlib import Path
 
-from kernel_provisioner import kernelspec
+from kernel_provisioner import kernelspec, proofs
 from kernel_provisioner.cli.output import emit, say
 from kernel_provisioner.engines.registry import DEFAULT_ENGINE, get_engine
 from kernel_provisioner.errors import EXIT_DONE, BackIntelError
+from kernel_provisioner.paths import state_dirs
 from kernel_provisioner.sources import parse_sources
 
 SCHEMA = "backintel.kernels/1"
@@ -34,9 +35,12 @@ def install(options: argparse.Namespace) -> int:
         print(f"installed {spec['display_name']!r} as {name} in {path}")
         print(f"isolation {engine.isolation}")
     try:
-        engine.verify()
+        proven = proofs.is_valid(state_dirs(), proofs.proof_key(engine.verify()))
     except BackIntelError as error:
         say(f"this kernel will not start here yet: {error}")
+    else:
+        if not proven:
+            say(f"{engine.name} has not been booted here yet: `backintel sandbox check --boot`.")
     return EXIT_DONE
 
 

@@ -21,6 +21,8 @@ from typing import TextIO
 from kernel_provisioner.plaintext import printable
 
 _TICK_S = 0.5
+_PATIENCE_S = 2.0
+"""What is quicker needs no words."""
 # A pipe that poll(2) calls writable takes PIPE_BUF (4096) bytes at once; UTF-8 has up to 4 each.
 _PROGRESS_CHARS = 900
 
@@ -118,10 +120,28 @@ class RunReporter:
         self._clear()
         self._line(f"  {text}")
 
+    def starting(self) -> None:
+        """Say that the sandbox is being started, if it takes long: a microVM may need seconds."""
+        self._running = ("starting the sandbox", time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._still_starting)
+
+    def _still_starting(self) -> None:
+        self._timer = None
+        if self._live:
+            self._tick()
+        else:
+            self._line("  starting the sandbox ...")
+
+    def over(self) -> None:
+        """Take away what is still shown."""
+        self._clear()
+        self._running = None
+
     def phase(self, name: str, seconds: float) -> None:
         """Collect the phases of the start; print them in one line once the sandbox is ready."""
         self._phases.append(f"{name} {seconds:.2f}")
         if name == "ready":
+            self.over()
             self._line("  start  " + " · ".join(self._phases) + " s")
 
     def cell_started(self, number: int, total: int, source: str) -> None:
@@ -152,7 +172,8 @@ class RunReporter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._show("\r\x1b[2K")
+            if self._live:
+                self._show("\r\x1b[2K")
 
     def _line(self, text: str) -> None:
         self._show(printable(text, _PROGRESS_CHARS) + "\n")

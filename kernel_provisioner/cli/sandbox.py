@@ -6,36 +6,40 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from kernel_provisioner import proofs
 from kernel_provisioner.cli.output import emit, say
 from kernel_provisioner.config import standing_engine
-from kernel_provisioner.engines.registry import get_engine
+from kernel_provisioner.engines.registry import ENGINES, get_engine
 from kernel_provisioner.errors import EXIT_DONE, EXIT_INFRASTRUCTURE, BackIntelError
 from kernel_provisioner.paths import StateDirs, state_dirs
 
 
 def prepare(options: argparse.Namespace) -> int:
-    """Make the image, prove once a boot that a sandbox starts with it, prepare the microVM engine.
+    """Prepare the engines and the image, and prove once a boot that a sandbox starts with them.
 
-    The proof is of bwrap, which needs the least: a host that cannot run the default engine is
-    prepared too, and its owner is told what to choose.
+    The proof is of bwrap, which needs no preparation. What one engine lacks is told, and ends
+    nothing as long as another one can run.
     """
     from kernel_provisioner.images.store import ImageStore
 
     dirs = state_dirs()
     standing = standing_engine(os.environ)
-    engine = get_engine("bwrap")
-    # Before minutes of building: an engine that cannot work here makes the image useless.
-    facts = engine.verify()
+    # Before minutes of building: where no engine can work an image is useless.
+    refusals = _prepare_engines(dirs)
     image = ImageStore(dirs).prepare(
         say, image_archive=options.image_archive, image_sha256=options.image_sha256
     )
-    refusals = _prepare_machine(dirs)
-    key = proofs.proof_key(facts)
-    booted = not proofs.is_valid(dirs, key)
-    proof = prove(dirs, engine.name) if booted else dirs.proofs / f"{engine.name}.json"
+    booted, proof = False, None
+    if "bwrap" not in refusals:
+        booted = not proofs.is_valid(dirs, proofs.proof_key(get_engine("bwrap").verify()))
+        try:
+            proof = prove(dirs, "bwrap") if booted else dirs.proofs / "bwrap.json"
+        except BackIntelError as error:
+            _leave_out(refusals, "bwrap", error)
+    facts = {name: get_engine(name).verify() for name in ENGINES if name not in refusals}
     refusal = refusals.get(standing)
     if options.json:
         emit(
@@ -43,12 +47,12 @@ def prepare(options: argparse.Namespace) -> int:
                 "schema": "backintel.prepare/1",
                 "image": {
                     "id": image.id,
-                    "root": str(image.root),
-                    "source": image.source,
                     "python": image.python,
+                    "source": image.source,
+                    "path": str(image.root.parent),
                 },
-                "engine": {"name": facts.name, "version": facts.version},
-                "proof": {"path": str(proof), "booted": booted},
+                "engines": {name: fact.version for name, fact in facts.items()},
+                "proof": {"path": str(proof), "booted": booted} if proof else None,
                 "default_engine": {
                     "name": standing,
                     "refusal": refusal.as_dict() if refusal else None,
@@ -57,10 +61,40 @@ def prepare(options: argparse.Namespace) -> int:
         )
     else:
         print(f"image   {image.id} ({image.source}, Python {image.python})")
-        print(f"engine  {facts.name} {facts.version} ({engine.isolation})")
-        print(f"proof   {'booted just now' if booted else 'still valid'}")
+        for name, fact in facts.items():
+            print(f"engine  {name} {fact.version} ({get_engine(name).isolation})")
+        if proof:
+            print(f"proof   bwrap {'booted just now' if booted else 'still valid'}")
         print(f"default {_default(dirs, standing, refusal)}")
     return EXIT_DONE
+
+
+def _prepare_engines(dirs: StateDirs) -> dict[str, BackIntelError]:
+    """Prepare the engines that this host can run; return by name what refuses the others.
+
+    Raises what refuses the last one if it leaves none.
+    """
+    from kernel_provisioner.engines.smolvm.prepare import prepare as prepare_release
+
+    refusals: dict[str, BackIntelError] = {}
+    steps: dict[str, Callable[[], object]] = {
+        "smolvm": lambda: prepare_release(dirs, say),
+        "bwrap": get_engine("bwrap").verify,
+    }
+    for name, step in steps.items():
+        try:
+            step()
+        except BackIntelError as error:
+            _leave_out(refusals, name, error)
+    return refusals
+
+
+def _leave_out(refusals: dict[str, BackIntelError], name: str, error: BackIntelError) -> None:
+    """Note what refuses an engine and tell it. Raises it if no engine is left."""
+    refusals[name] = error
+    if len(refusals) == len(ENGINES):
+        raise error
+    say(f"the engine {name} is left out: {error}")
 
 
 def _default(dirs: StateDirs, name: str, refusal: BackIntelError | None) -> str:
@@ -71,18 +105,6 @@ def _default(dirs: StateDirs, name: str, refusal: BackIntelError | None) -> str:
     if proofs.is_valid(dirs, proofs.proof_key(engine.verify())):
         return f"{name} ({engine.isolation})"
     return f"{name} ({engine.isolation}), not booted yet: see `backintel sandbox check --boot`"
-
-
-def _prepare_machine(dirs: StateDirs) -> dict[str, BackIntelError]:
-    """Prepare the microVM engine where this host can run one; return by name what refuses it."""
-    from kernel_provisioner.engines.smolvm.prepare import prepare as prepare_release
-
-    try:
-        prepare_release(dirs, say)
-    except BackIntelError as error:
-        say(f"the engine smolvm is left out: {error}")
-        return {"smolvm": error}
-    return {}
 
 
 def prove(dirs: StateDirs, engine: str) -> Path:

@@ -13,7 +13,8 @@ DEFAULT_ENGINE = "smolvm"
 """The engine of what states none. Where it cannot run nothing takes its place but by its owner."""
 
 CHOOSE_WEAKER = (
-    "choose the weaker engine: `--engine bwrap` of `backintel run` and `backintel kernel install`."
+    "choose the weaker engine: `--engine bwrap` of `backintel run` and `backintel kernel install`, "
+    "and BACKINTEL_SANDBOX where that is set."
 )
 """The end of each remedy for a host that cannot run the default engine."""
 

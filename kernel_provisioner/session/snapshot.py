@@ -67,7 +67,7 @@ async def snapshot(guest: Guest, scratch: Path, max_bytes: int) -> AsyncIterator
             raise ExportRefused(
                 "the artifacts could not be copied in the 2 s that a sandbox may be frozen; "
                 "nothing was published.",
-                remedy="try again, write fewer artifacts, or export at the end of the session.",
+                remedy="try again, or write fewer or smaller artifacts.",
             )
         copy.seek(0)
         yield Snapshot(copy, hold.seconds)

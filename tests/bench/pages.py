@@ -51,16 +51,16 @@ def _tree(root: int) -> Iterator[int]:
         yield pid
 
 
-def _cpu_s(pids: Sequence[int]) -> float:
-    """Return what these processes have used; one that is gone counts no more."""
-    total = 0
+def _cpu_s(pids: Sequence[int]) -> dict[int, float]:
+    """Return what these processes have used, without those that are gone."""
+    used = {}
     for pid in pids:
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        total += int(fields[11]) + int(fields[12])
-    return total / _TICKS
+        used[pid] = (int(fields[11]) + int(fields[12])) / _TICKS
+    return used
 
 
 def _browser_pids() -> list[int]:
@@ -77,13 +77,24 @@ def _browser_pids() -> list[int]:
 
 
 def _window(server: Lab) -> dict[str, float]:
-    """Return the milliseconds of CPU time for each second that passes now."""
-    processes = {"browser": _browser_pids(), "server": [server.pid]}
-    before = {name: _cpu_s(pids) for name, pids in processes.items()}
+    """Return the milliseconds of CPU time for each second that passes now.
+
+    Of a process that begins meanwhile all is counted, of one that ends nothing.
+    """
+    processes: dict[str, Callable[[], Sequence[int]]] = {
+        "browser": _browser_pids,
+        "server": lambda: [server.pid],
+    }
+    before = {name: _cpu_s(pids()) for name, pids in processes.items()}
     began = time.monotonic()
     time.sleep(WINDOW_S)
     passed = time.monotonic() - began
-    return {name: (_cpu_s(pids) - before[name]) / passed * 1e3 for name, pids in processes.items()}
+    return {
+        name: sum(used - before[name].get(pid, 0.0) for pid, used in _cpu_s(pids()).items())
+        / passed
+        * 1e3
+        for name, pids in processes.items()
+    }
 
 
 def _visit(someone: Person, server: Lab, kernel: str, number: int) -> dict[str, dict[str, float]]:

@@ -85,7 +85,8 @@ def test_a_flood_of_output_does_not_freeze_the_page(someone: Person, lab: Lab) -
     someone.run(0)
     someone.sees_output(0, "1000 xxx")
     longest = someone.page.evaluate(LONGEST_GAP_MS, 10_000)
-    assert longest < 2_000
+    # On a loaded machine of two cores; a page that is frozen does not draw at all.
+    assert longest < 5_000
     someone.page.locator(".lm-MenuBar-item", has_text="Kernel").first.click()
     expect(someone.page.locator(".lm-Menu-item", has_text="Interrupt Kernel")).to_be_visible()
     someone.page.locator(".lm-Menu-item", has_text="Interrupt Kernel").click()

@@ -162,7 +162,7 @@ KILL_GROUP = "import os; os.killpg(0, 9)"
 def test_each_way_to_end_badly_has_its_reason_status_and_speed(
     tmp_path: Path, code: str, status: int, reason: str, text: str
 ) -> None:
-    """How issue 4 is judged: the reason in the notebook, the exit status, 5 s after the event.
+    """Each end has the reason in the notebook, the exit status, 5 s after the event.
 
     The event is the receipt's ``ended.at``, except for a deadline, which is known beforehand, and
     for a flood of output that an interrupt stopped.

@@ -195,6 +195,12 @@ def test_a_defect_of_this_side_is_told_after_everything_is_saved(bench: Bench) -
         def note(self, text: str) -> None:
             pass
 
+        def starting(self) -> None:
+            pass
+
+        def over(self) -> None:
+            pass
+
         def phase(self, name: str, seconds: float) -> None:
             pass
 

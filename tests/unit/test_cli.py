@@ -19,6 +19,7 @@ from kernel_provisioner.cli.main import build_parser, main
 from kernel_provisioner.cli.run import settings_of
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.engines.smolvm import host
+from kernel_provisioner.errors import EngineUnavailable
 from kernel_provisioner.paths import StateDirs
 
 
@@ -284,7 +285,7 @@ def test_prepare_says_why_the_microvm_is_left_out_and_goes_on(
 ) -> None:
     monkeypatch.setattr(host, "check_host", lambda: host.check_kvm(tmp_path / "kvm"))
     dirs = StateDirs(tmp_path, tmp_path, tmp_path / "run")
-    refusals = sandbox._prepare_machine(dirs)
+    refusals = sandbox._prepare_engines(dirs)
     said = capsys.readouterr().err
     assert "the engine smolvm is left out" in said
     assert "does not exist" in said and "firmware" in said
@@ -293,3 +294,5 @@ def test_prepare_says_why_the_microvm_is_left_out_and_goes_on(
     assert CHOOSE_WEAKER in told
     told = sandbox._default(dirs, "bwrap", refusals.get("bwrap"))
     assert told.startswith("bwrap (namespaces: weaker isolation), not booted yet")
+    with pytest.raises(EngineUnavailable, match="no namespaces"):
+        sandbox._leave_out(refusals, "bwrap", EngineUnavailable("no namespaces."))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernel_provisioner.cli import output
 from kernel_provisioner.cli.output import RunReporter, emit, first_line
 from kernel_provisioner.cli.run import summary
 from kernel_provisioner.plaintext import printable
@@ -77,6 +78,41 @@ def test_a_terminal_gets_a_line_that_is_replaced() -> None:
         return stream.getvalue()
 
     assert asyncio.run(cell()).endswith("\r\x1b[2K  cell 1/2  x = 1  done in 0.5 s\n")
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_start_that_takes_long_is_told(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_PATIENCE_S", 0.0)
+
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return live
+
+    async def start() -> str:
+        stream = Stream()
+        reporter = RunReporter(stream)
+        reporter.starting()
+        while "starting the sandbox" not in stream.getvalue():
+            await asyncio.sleep(0)
+        reporter.over()
+        return stream.getvalue()
+
+    told = asyncio.run(start())
+    assert told == (
+        "\r\x1b[2K  starting the sandbox  0 s\r\x1b[2K" if live else "  starting the sandbox ...\n"
+    )
+
+
+def test_a_quick_start_is_not_told() -> None:
+    async def start() -> str:
+        stream = io.StringIO()
+        reporter = RunReporter(stream)
+        reporter.starting()
+        reporter.phase("ready", 0.5)
+        reporter.over()
+        return stream.getvalue()
+
+    assert asyncio.run(start()) == "  start  ready 0.50 s\n"
 
 
 def test_json_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,15 @@ def test_kernels_that_differ_are_told_apart_in_the_launcher(
     assert f"installed '{shown}' as {name} " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["bwrap", "analysis"])
+def test_a_name_that_claims_what_the_kernel_has_not_is_refused(
+    prefix: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["kernel", "install", "--prefix", str(prefix), "--name", name]) == 2
+    assert f"{name!r}" in capsys.readouterr().err
+    assert not (prefix / "share/jupyter/kernels" / name).exists()
+
+
 def test_its_files_can_be_read_by_every_user(prefix: Path) -> None:
     previous = os.umask(0o077)
     try:

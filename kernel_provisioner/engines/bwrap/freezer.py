@@ -32,7 +32,10 @@ _ANSWER_S = HOLD_S + 5.0
 _POLL_S = 0.001
 _ANSWER = struct.Struct("=cd")
 _GONE = b""
-_REMEDY = "end the session and export then, or let the administrator see to that."
+_REMEDY = (
+    "fetch what is small by a cell's output, or let the administrator see to that; `backintel run` "
+    "exports at its end."
+)
 
 
 @dataclass(frozen=True, slots=True)

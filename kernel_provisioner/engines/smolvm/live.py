@@ -58,11 +58,16 @@ class Standstill:
         began = time.monotonic()
         hold = Hold(deadline=began + HOLD_S)
         deadline = began + HOLD_S + _ANSWER_S
+        self._send({"op": "freeze", "hold": number, "seconds": HOLD_S})
         try:
-            self._send({"op": "freeze", "hold": number, "seconds": HOLD_S})
             said = await self._heard("frozen", deadline)
             if said is not None and said["frozen"] is not True:
                 raise _refused(str(said.get("why")))
+        except BaseException:
+            # A hold that was refused may have nobody who would answer.
+            self._send({"op": "thaw"})
+            raise
+        try:
             yield hold
         finally:
             self._send({"op": "thaw"})
@@ -107,7 +112,7 @@ def _refused(why: str) -> FreezeRefused:
     reason = "".join(c if c.isprintable() else "?" for c in why[:_REASON_CHARS])
     return FreezeRefused(
         f"the guest cannot be frozen ({reason}); nothing was published.",
-        remedy="end the session and export then.",
+        remedy="fetch what is small by a cell's output; `backintel run` exports at its end.",
     )
 
 
