@@ -1,7 +1,7 @@
 """The real SmolVM: SIGKILL of the supervisor and of the monitor at each phase (spec I1).
 
 After each no process of the session is left within two seconds of real hardware, and nothing else
-after one sweep. One kill for each phase belongs to every run, its counterpart to the full one.
+after one sweep.
 """
 
 from __future__ import annotations
@@ -16,16 +16,10 @@ from product import Session, gone, kill, swept
 from kernel_provisioner.artifacts.publish import STAGING_PREFIX
 from kernel_provisioner.errors import BackIntelError
 
-full = pytest.mark.full
-_VICTIMS = {
-    "boot": ("supervisor", pytest.param("monitor", marks=full)),
-    "idle": (pytest.param("supervisor", marks=full), "monitor"),
-    "busy": ("supervisor", pytest.param("monitor", marks=full)),
-    "export": (pytest.param("supervisor", marks=full), "monitor"),
-}
+victims = pytest.mark.parametrize("victim", ["supervisor", "monitor"])
 
 
-@pytest.mark.parametrize("victim", _VICTIMS["boot"])
+@victims
 def test_kill_while_booting(victim: str) -> None:
     async def body() -> None:
         session = Session()
@@ -41,7 +35,7 @@ def test_kill_while_booting(victim: str) -> None:
     assert swept() == []
 
 
-@pytest.mark.parametrize("victim", _VICTIMS["idle"])
+@victims
 def test_kill_while_idle(victim: str) -> None:
     async def body() -> None:
         session = await Session().start()
@@ -55,7 +49,7 @@ def test_kill_while_idle(victim: str) -> None:
     assert swept() == []
 
 
-@pytest.mark.parametrize("victim", _VICTIMS["busy"])
+@victims
 def test_kill_while_busy(victim: str) -> None:
     async def body() -> None:
         session = await Session().start()
@@ -70,7 +64,7 @@ def test_kill_while_busy(victim: str) -> None:
     assert swept() == []
 
 
-@pytest.mark.parametrize("victim", _VICTIMS["export"])
+@victims
 def test_kill_while_exporting(victim: str, tmp_path: Path) -> None:
     async def body() -> None:
         session = await Session().start()
