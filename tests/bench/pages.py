@@ -9,6 +9,7 @@ second. Both kernels take turns in the same JupyterLab with the extension instal
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -101,10 +102,10 @@ def _visit(someone: Person, server: Lab, kernel: str, number: int) -> dict[str, 
     """Open a notebook with this kernel and measure it idle, then printing."""
     someone.open(server.notebook(f"{kernel}-{number}.ipynb", kernel, "1 + 1", PRINTING))
     someone.show_panel()
+    idle = someone.page.get_by_role("button", name=re.compile(r" \| Idle$"))
+    expect(idle).to_be_visible(timeout=SLOW_MS)
     someone.run(0)
     someone.sees_output(0, "2")
-    if kernel != "python3":
-        expect(someone.part("memory")).to_be_visible(timeout=SLOW_MS)
     # The page's own start is over when it asks for nothing.
     someone.page.wait_for_load_state("networkidle")
     found = {"idle": _window(server)}
