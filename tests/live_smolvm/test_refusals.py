@@ -119,6 +119,7 @@ def test_tampered_file_of_the_wheel_is_refused(tmp_path: Path) -> None:
     assert "pip install --force-reinstall smolmachines==1.32.2" in remedy
 
 
+@pytest.mark.full
 def test_image_of_another_digest_is_refused(tmp_path: Path) -> None:
     """The receipt of a tree that is not this one: no user code runs, the machine is ended."""
     dirs = state_dirs()
