@@ -13,17 +13,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
-from kernel_provisioner.config import standing_engine
+from kernel_provisioner.checks import Check, Status, judge, run_step
 from kernel_provisioner.engines.base import GUEST_GID, GUEST_UID
 from kernel_provisioner.engines.registry import ENGINES, get_engine
 from kernel_provisioner.errors import BackIntelError, ProfileRefused
 from kernel_provisioner.paths import StateDirs
 
-Status = Literal["ok", "warn", "fail"]
 _MIB = 1 << 20
 _TMP_NEEDED = 64 * _MIB
 _DATA_WANTED = 2048 * _MIB
@@ -33,29 +30,6 @@ _PR_SET_DUMPABLE = 4
 _APPARMOR = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
 _MACHINES = ("x86_64", "aarch64")
 _PREPARE = "run `backintel sandbox prepare`."
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the doctor. ``remedy`` is empty where nothing is to be done.
-
-    ``engine`` is the one that alone needs what was checked.
-    """
-
-    name: str
-    status: Status
-    found: str
-    remedy: str = ""
-    engine: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        """Return the JSON form."""
-        return {
-            "name": self.name,
-            "status": self.status,
-            "found": self.found,
-            "remedy": self.remedy,
-        }
 
 
 def examine(dirs: StateDirs, *, deep: bool = False, boot: bool = False) -> list[Check]:
@@ -74,77 +48,7 @@ def examine(dirs: StateDirs, *, deep: bool = False, boot: bool = False) -> list[
         ("boot proof", lambda: _proofs(dirs, boot), ""),
         ("kernels", _kernels, ""),
     ]
-    return judge([check for step in steps for check in _run(*step)])
-
-
-def judge(checks: Iterable[Check]) -> list[Check]:
-    """Return the checks with a last one of the default engine.
-
-    What one engine lacks is a failure only where no other can run: its owner can choose that one.
-    """
-    checks = list(checks)
-    unusable = {check.engine for check in checks if check.engine and check.status == "fail"}
-    others = [name for name in ENGINES if name not in unusable]
-    if others:
-        checks = [
-            replace(check, status="warn") if check.engine and check.status == "fail" else check
-            for check in checks
-        ]
-    booted = {check.name for check in checks if check.status == "ok"}
-    proven = [name for name in others if f"boot proof {name}" in booted]
-    return [*checks, *_run("default engine", lambda: _default_engine(others, proven))]
-
-
-def _default_engine(usable: list[str], proven: list[str]) -> Iterable[Check]:
-    default = standing_engine(os.environ)
-    if default in proven:
-        yield Check("default engine", "ok", f"{default}: for each run that names none")
-    elif default in usable:
-        yield Check(
-            "default engine",
-            "warn",
-            f"{default}, which has not been booted here yet",
-            "run `backintel sandbox check --boot`.",
-        )
-    elif usable:
-        yield Check(
-            "default engine",
-            "warn",
-            f"{default} cannot run here as it is, and nothing takes its place by itself",
-            f"mend what is said of {default} above, or choose {usable[0]}: `--engine {usable[0]}` "
-            "of `backintel run` and `backintel kernel install`.",
-        )
-    else:
-        yield Check(
-            "default engine",
-            "fail",
-            f"{default}; as this host is, no engine can run",
-            "mend what is said of one engine above.",
-        )
-
-
-def _run(name: str, step: Callable[[], Iterable[Check]], engine: str = "") -> list[Check]:
-    """Return what a step found; an error is a failure, of ``engine`` if that alone needs it."""
-    try:
-        return list(step())
-    except BackIntelError as error:
-        found = f"{error.phase}: {error.message}" if error.phase else error.message
-        return [Check(name, "fail", found, error.remedy, engine)]
-    except (OSError, ValueError) as error:
-        found = f"the check itself failed: {error}"
-        return [Check(name, "fail", found, "report this.", engine)]
-
-
-def table(checks: Iterable[Check]) -> str:
-    """Return the checks as lines for people; remedies stand below what they remedy."""
-    checks = list(checks)
-    width = max((len(check.name) for check in checks), default=0)
-    lines = []
-    for check in checks:
-        lines.append(f"{check.status:<4}  {check.name:<{width}}  {check.found}")
-        if check.remedy:
-            lines.append(f"{'':<4}  {'':<{width}}  -> {check.remedy}")
-    return "\n".join(lines) + "\n"
+    return judge([check for step in steps for check in run_step(*step)])
 
 
 def _platform() -> Iterable[Check]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kernel_provisioner import proofs
+from kernel_provisioner.checks import table
 from kernel_provisioner.cli.output import emit, say
 from kernel_provisioner.config import standing_engine
 from kernel_provisioner.engines.registry import ENGINES, get_engine
@@ -20,8 +21,7 @@ from kernel_provisioner.paths import StateDirs, state_dirs
 def prepare(options: argparse.Namespace) -> int:
     """Prepare the engines and the image, and prove once a boot that a sandbox starts with them.
 
-    The proof is of bwrap, which needs no preparation. What one engine lacks is told, and ends
-    nothing as long as another one can run.
+    What one engine lacks is told, and ends nothing as long as another one can run.
     """
     from kernel_provisioner.images.store import ImageStore
 
@@ -32,13 +32,7 @@ def prepare(options: argparse.Namespace) -> int:
     image = ImageStore(dirs).prepare(
         say, image_archive=options.image_archive, image_sha256=options.image_sha256
     )
-    booted, proof = False, None
-    if "bwrap" not in refusals:
-        booted = not proofs.is_valid(dirs, proofs.proof_key(get_engine("bwrap").verify()))
-        try:
-            proof = prove(dirs, "bwrap") if booted else dirs.proofs / "bwrap.json"
-        except BackIntelError as error:
-            _leave_out(refusals, "bwrap", error)
+    proven, booted = _prove_one(dirs, refusals)
     facts = {name: get_engine(name).verify() for name in ENGINES if name not in refusals}
     refusal = refusals.get(standing)
     if options.json:
@@ -47,12 +41,12 @@ def prepare(options: argparse.Namespace) -> int:
                 "schema": "backintel.prepare/1",
                 "image": {
                     "id": image.id,
-                    "python": image.python,
+                    "root": str(image.root),
                     "source": image.source,
-                    "path": str(image.root.parent),
+                    "python": image.python,
                 },
                 "engines": {name: fact.version for name, fact in facts.items()},
-                "proof": {"path": str(proof), "booted": booted} if proof else None,
+                "proof": {"engine": proven, "booted": booted},
                 "default_engine": {
                     "name": standing,
                     "refusal": refusal.as_dict() if refusal else None,
@@ -63,10 +57,29 @@ def prepare(options: argparse.Namespace) -> int:
         print(f"image   {image.id} ({image.source}, Python {image.python})")
         for name, fact in facts.items():
             print(f"engine  {name} {fact.version} ({get_engine(name).isolation})")
-        if proof:
-            print(f"proof   bwrap {'booted just now' if booted else 'still valid'}")
+        print(f"proof   {proven} {'booted just now' if booted else 'still valid'}")
         print(f"default {_default(dirs, standing, refusal)}")
     return EXIT_DONE
+
+
+def _prove_one(dirs: StateDirs, refusals: dict[str, BackIntelError]) -> tuple[str, bool]:
+    """Return an engine that booted since this machine started, and whether that was just now.
+
+    The weakest first: it boots in a second, and a microVM only with ``check --boot`` or where
+    nothing else does. Raises what refuses the last engine.
+    """
+    for name in reversed(ENGINES):
+        if name in refusals:
+            continue
+        try:
+            if proofs.is_valid(dirs, proofs.proof_key(get_engine(name).verify())):
+                return name, False
+            prove(dirs, name)
+        except BackIntelError as error:
+            _leave_out(refusals, name, error)
+        else:
+            return name, True
+    raise AssertionError("the last engine's refusal was raised")
 
 
 def _prepare_engines(dirs: StateDirs) -> dict[str, BackIntelError]:
@@ -131,7 +144,7 @@ def check(options: argparse.Namespace) -> int:
             }
         )
     else:
-        sys.stdout.write(doctor.table(checks))
+        sys.stdout.write(table(checks))
     return EXIT_INFRASTRUCTURE if failed else EXIT_DONE
 
 

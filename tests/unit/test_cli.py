@@ -17,9 +17,10 @@ from kernel_provisioner import __version__
 from kernel_provisioner.cli import sandbox
 from kernel_provisioner.cli.main import build_parser, main
 from kernel_provisioner.cli.run import settings_of
+from kernel_provisioner.engines.base import EngineFacts
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.engines.smolvm import host
-from kernel_provisioner.errors import EngineUnavailable
+from kernel_provisioner.errors import BackIntelError, EngineUnavailable, HostRefused
 from kernel_provisioner.paths import StateDirs
 
 
@@ -296,3 +297,34 @@ def test_prepare_says_why_the_microvm_is_left_out_and_goes_on(
     assert told.startswith("bwrap (namespaces: weaker isolation), not booted yet")
     with pytest.raises(EngineUnavailable, match="no namespaces"):
         sandbox._leave_out(refusals, "bwrap", EngineUnavailable("no namespaces."))
+
+
+@pytest.mark.parametrize("boots", ["bwrap", "smolvm", ""])
+def test_prepare_ends_well_only_with_an_engine_that_booted(
+    boots: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engines are stand-ins: no host has all three cases."""
+
+    class StandIn:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def verify(self) -> EngineFacts:
+            return EngineFacts(self.name, "1", {})
+
+    def prove(_dirs: StateDirs, name: str) -> None:
+        if name != boots:
+            raise HostRefused(f"{name} does not boot.")
+
+    monkeypatch.setattr(sandbox, "get_engine", StandIn)
+    monkeypatch.setattr(sandbox, "prove", prove)
+    monkeypatch.setattr(sandbox.proofs, "_DEVICES", {})
+    dirs = StateDirs(tmp_path, tmp_path, tmp_path / "run")
+    refusals: dict[str, BackIntelError] = {}
+    if boots:
+        assert sandbox._prove_one(dirs, refusals) == (boots, True)
+        assert list(refusals) == ([] if boots == "bwrap" else ["bwrap"])
+    else:
+        with pytest.raises(HostRefused, match="smolvm does not boot"):
+            sandbox._prove_one(dirs, refusals)
+    assert ("bwrap is left out" in capsys.readouterr().err) == (boots != "bwrap")

@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 
 from kernel_provisioner import doctor
+from kernel_provisioner.checks import Check, Status, judge, run_step, table
 from kernel_provisioner.cli.main import main
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER, get_engine
 from kernel_provisioner.engines.smolvm import failures, host, release
@@ -26,7 +27,7 @@ def dirs(tmp_path: Path) -> StateDirs:
     return StateDirs(tmp_path / "home", tmp_path / "home", tmp_path / "run")
 
 
-def _find(checks: list[doctor.Check], name: str) -> doctor.Check:
+def _find(checks: list[Check], name: str) -> Check:
     (found,) = [check for check in checks if check.name == name]
     return found
 
@@ -49,18 +50,18 @@ def test_every_failure_and_warning_has_a_remedy(dirs: StateDirs) -> None:
 
 
 def test_a_refusal_inside_a_check_becomes_its_finding() -> None:
-    def refuse() -> list[doctor.Check]:
+    def refuse() -> list[Check]:
         raise HostRefused("no memory limit.", remedy="delegate one.")
 
-    (check,) = doctor._run("limits", refuse)
-    assert check == doctor.Check("limits", "fail", "no memory limit.", "delegate one.")
+    (check,) = run_step("limits", refuse)
+    assert check == Check("limits", "fail", "no memory limit.", "delegate one.")
 
 
 def test_a_check_that_breaks_is_a_failure_not_silence() -> None:
-    def broken() -> list[doctor.Check]:
+    def broken() -> list[Check]:
         raise FileNotFoundError(2, "No such file or directory", "/proc/x")
 
-    (check,) = doctor._run("x", broken)
+    (check,) = run_step("x", broken)
     assert check.status == "fail"
     assert "/proc/x" in check.found
 
@@ -123,8 +124,8 @@ def test_trying_a_namespace_leaves_this_process_as_it_was() -> None:
 
 
 def test_the_table_shows_remedies_below() -> None:
-    checks = [doctor.Check("a", "ok", "fine"), doctor.Check("long", "fail", "bad", "mend it.")]
-    assert doctor.table(checks).splitlines() == [
+    checks = [Check("a", "ok", "fine"), Check("long", "fail", "bad", "mend it.")]
+    assert table(checks).splitlines() == [
         "ok    a     fine",
         "fail  long  bad",
         "            -> mend it.",
@@ -206,14 +207,12 @@ def test_each_reason_against_a_microvm_has_its_own_words_and_remedy(
     assert checks["engine smolvm"].remedy.endswith(CHOOSE_WEAKER)
 
 
-def _engine_checks(
-    smolvm: doctor.Status, bwrap: doctor.Status, *, proof: doctor.Status = "ok"
-) -> list[doctor.Check]:
+def _engine_checks(smolvm: Status, bwrap: Status, *, proof: Status = "ok") -> list[Check]:
     return [
-        doctor.Check("engine smolvm", smolvm, "x", "mend it.", "smolvm"),
-        doctor.Check("engine bwrap", bwrap, "x", "mend it.", "bwrap"),
-        doctor.Check("boot proof smolvm", proof, "x", "mend it.", "smolvm"),
-        doctor.Check("boot proof bwrap", bwrap, "x", "mend it.", "bwrap"),
+        Check("engine smolvm", smolvm, "x", "mend it.", "smolvm"),
+        Check("engine bwrap", bwrap, "x", "mend it.", "bwrap"),
+        Check("boot proof smolvm", proof, "x", "mend it.", "smolvm"),
+        Check("boot proof bwrap", bwrap, "x", "mend it.", "bwrap"),
     ]
 
 
@@ -230,7 +229,7 @@ def _engine_checks(
     ],
 )
 def test_an_engine_that_cannot_run_is_a_failure_only_where_no_other_can(
-    engines: list[doctor.Check],
+    engines: list[Check],
     stated: str,
     expected: str,
     tmp_path: Path,
@@ -238,8 +237,8 @@ def test_an_engine_that_cannot_run_is_a_failure_only_where_no_other_can(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("BACKINTEL_SANDBOX", stated)
-    image = doctor.Check("image", "fail", "none", "prepare it.")
-    checks = doctor.judge([image, *engines])
+    image = Check("image", "fail", "none", "prepare it.")
+    checks = judge([image, *engines])
     assert _find(checks, "image").status == "fail", "no engine can do without it"
     default = _find(checks, "default engine")
     assert default.status == expected
