@@ -4,6 +4,7 @@ As a tar stream, or as records of what is there: type as in tar, size, time of c
 tree is hostile: no link is followed, special files are not opened but named by their type, and
 depth, entries and bytes are bounded. The host validates the stream again; one that breaks a bound
 ends without its trailer and is refused there. Records end with one that has no name.
+The host's engines/bwrap/export.py walks alike: the guest imports nothing of the host's side.
 """
 
 from __future__ import annotations

@@ -116,9 +116,11 @@ class RunReporter:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, text: str) -> None:
-        """Say something once."""
+        """Say something once; what is shown below goes on."""
         self._clear()
         self._line(f"  {text}")
+        if self._live and self._running is not None:
+            self._tick()
 
     def starting(self) -> None:
         """Say that the sandbox is being started, if it takes long: a microVM may need seconds."""

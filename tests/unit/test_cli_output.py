@@ -73,7 +73,8 @@ def test_a_terminal_gets_a_line_that_is_replaced() -> None:
         stream = Terminal()
         reporter = RunReporter(stream)
         reporter.cell_started(1, 2, "x = 1")
-        assert "cell 1/2  x = 1  0 s" in stream.getvalue()
+        reporter.note("something")
+        assert stream.getvalue().endswith("  something\n\r\x1b[2K  cell 1/2  x = 1  0 s")
         reporter.cell_ended(1, 2, 0.5, "done")
         return stream.getvalue()
 
