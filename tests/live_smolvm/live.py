@@ -15,9 +15,9 @@ import proven
 from jupyter_client import AsyncKernelClient
 
 from kernel_provisioner.engines.base import CHANNELS, GuestExit, GuestSpec, SourceMount
-from kernel_provisioner.engines.smolvm import SmolvmEngine
+from kernel_provisioner.engines.smolvm import SmolvmEngine, monitor
 from kernel_provisioner.engines.smolvm.guest import SmolvmGuest
-from kernel_provisioner.errors import HostRefused
+from kernel_provisioner.errors import BackIntelError, HostRefused
 from kernel_provisioner.images.receipt import load_image
 from kernel_provisioner.paths import guest_code_dir, state_dirs
 from kernel_provisioner.profiles import Profile
@@ -80,7 +80,12 @@ class LiveMachine:
 
     def _start(self) -> LiveMachine:
         self.guest = self.do(self.engine.launch(self.spec).claim())
-        self.facts = self.do(self.guest.wait_attested(30 * SLOW))
+        try:
+            self.facts = self.do(self.guest.wait_attested(30 * SLOW))
+        except BackIntelError:
+            print(f"smol-vmm printed:\n{self.guest._held.output.text()}")
+            print(f"the guest's console:\n{monitor.remains(self.plan.directories[0]).console}")
+            raise
         return self
 
     def release(self) -> LiveMachine:

@@ -18,6 +18,7 @@ from kernel_provisioner.checks import Check, Status, judge, run_step, table
 from kernel_provisioner.cli.main import main
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER, get_engine
 from kernel_provisioner.engines.smolvm import failures, host, release
+from kernel_provisioner.engines.smolvm.monitor import Remains
 from kernel_provisioner.errors import BackIntelError, HostRefused
 from kernel_provisioner.paths import StateDirs
 
@@ -171,7 +172,7 @@ def _wrong_platform() -> None:
 
 
 def _cannot_boot() -> None:
-    raise failures.explain("no boot progress for 30 seconds", None, "smol-vmm ended", "boot")
+    raise failures.explain("no boot progress for 30 seconds", Remains(), "smol-vmm ended", "boot")
 
 
 REFUSALS: dict[Callable[[], None], tuple[str, str]] = {

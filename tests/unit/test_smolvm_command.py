@@ -14,6 +14,7 @@ from kernel_provisioner.engines.base import GuestSpec, SourceMount
 from kernel_provisioner.engines.bwrap.command import Link
 from kernel_provisioner.engines.bwrap.layout import Item, Layout
 from kernel_provisioner.engines.smolvm import command, failures, host
+from kernel_provisioner.engines.smolvm.monitor import Remains
 from kernel_provisioner.errors import EngineUnavailable, HostRefused, StartFailed
 from kernel_provisioner.profiles import BUILTIN
 
@@ -119,7 +120,7 @@ def test_plan_binds_a_single_file_as_a_file() -> None:
 def test_failed_start_names_phase_reason_and_remedy(
     printed: str, kind: type[Exception], phase: str, words: str
 ) -> None:
-    error = failures.explain(printed, None, "smol-vmm ended", "attest")
+    error = failures.explain(printed, Remains(), "smol-vmm ended", "attest")
     assert type(error) is kind
     assert error.phase == phase
     assert words in error.message
@@ -128,11 +129,19 @@ def test_failed_start_names_phase_reason_and_remedy(
 
 def test_json_error_of_the_program_is_quoted_without_the_rest() -> None:
     printed = 'noise\n{"error":{"code":"SMOLVM_ERROR","message":"what happened"}}\nmore noise\n'
-    record = {"cause": "killed", "exit_code": None}
-    error = failures.explain(printed, record, "smol-vmm ended", "boot")
+    left = Remains({"cause": "killed", "exit_code": None})
+    error = failures.explain(printed, left, "smol-vmm ended", "boot")
     assert "SMOLVM_ERROR: what happened" in error.message
     assert "noise" not in error.message
     assert "the monitor's end: killed" in error.message
+
+
+def test_unexplained_end_quotes_the_last_of_the_guests_console() -> None:
+    """Its beginning, which the program quotes, never says why a guest ended."""
+    left = Remains({"cause": "exited", "exit_code": 0}, "begin\n" + "x" * 5000 + "\nkernel panic\n")
+    error = failures.explain("nothing that is known", left, "smol-vmm ended", "boot")
+    assert error.message.endswith("kernel panic\n") and "begin" not in error.message
+    assert len(error.message) < 1500
 
 
 def test_missing_kvm_device_has_its_own_remedy(tmp_path: Path) -> None:

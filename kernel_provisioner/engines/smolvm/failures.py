@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER
+from kernel_provisioner.engines.smolvm.monitor import Remains
 from kernel_provisioner.errors import BackIntelError, EngineUnavailable, HostRefused, StartFailed
 
 _QUOTED = 600
@@ -62,23 +63,23 @@ _KNOWN: tuple[tuple[tuple[str, ...], type[BackIntelError], str, str, str], ...] 
 )
 
 
-def explain(
-    printed: str, exit_record: Mapping[str, Any] | None, how: str, phase: str
-) -> BackIntelError:
+def explain(printed: str, left: Remains, how: str, phase: str) -> BackIntelError:
     """Return the error of a start that failed.
 
-    ``printed`` is the program's own output, ``exit_record`` its ``vmm-exit.json``, ``how`` what
-    was seen from outside.
+    ``printed`` is the program's own output, ``left`` what its monitor left, ``how`` what was seen
+    from outside.
     """
     said = message_of(printed)
-    record = _describe(exit_record)
+    record = _describe(left.record)
     shown = " ".join(part for part in (said[-_QUOTED:], record) if part)
     told = f" It said: {shown}" if shown else ""
     for signs, kind, known_phase, cause, remedy in _KNOWN:
         if any(sign in printed for sign in signs):
             return kind(f"{cause}{told}", remedy=remedy, phase=known_phase)
+    # The program quotes only the console's beginning; why a guest ended stands at its end.
+    last = f" The guest's console ended with: {left.console[-_QUOTED:]}" if left.console else ""
     return StartFailed(
-        f"the microVM did not come up: {how}.{told}",
+        f"the microVM did not come up: {how}.{told}{last}",
         remedy="see `backintel sandbox check --boot`.",
         phase=phase,
     )

@@ -177,8 +177,8 @@ class SmolvmGuest:
                 f"the guest did not come up: {how}. It printed: {self._printed[-1500:]}",
                 phase=phase,
             )
-        record = monitor.exit_record(held.places.state)
-        return failures.explain(held.output.text(), record, how, phase)
+        left = monitor.remains(held.places.directory)
+        return failures.explain(held.output.text(), left, how, phase)
 
     # -- events --------------------------------------------------------------------------------
 

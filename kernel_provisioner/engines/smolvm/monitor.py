@@ -6,8 +6,13 @@ guest, and nothing the guest does can change what is read.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import os
+import stat
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,10 @@ from kernel_provisioner.engines.base import ProcessIdentity
 from kernel_provisioner.processes import identify, is_running
 
 _ROLE = b"_boot-vm"
-_MAX_RECORD = 65536
+_MACHINES = ("state", ".cache", "smolvm", "vms")
+_MOST_MACHINES = 4
+_MOST_READ = 65536
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK
 _SECCOMP_FILTER = "2"
 
 
@@ -68,14 +76,54 @@ def deviations(monitor: ProcessIdentity, user: int) -> list[str]:
     return found or ([] if tasks else ["the monitor has no threads"])
 
 
-def exit_record(state: Path) -> Mapping[str, Any] | None:
-    """Return the program's own record of how its monitor ended, if it left one."""
-    for path in state.glob(".cache/smolvm/vms/*/vmm-exit.json"):
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What a monitor left in its state: its own record of its end, and the guest's last words."""
+
+    record: Mapping[str, Any] | None = None
+    console: str = ""
+
+
+def remains(directory: Path) -> Remains:
+    """Return what the monitor left below a session's ``directory``, as far as it can be read.
+
+    All of it belongs to the monitor's user, so it may be anything: no link is followed, nothing
+    but a regular file is read, and of that a bounded part.
+    """
+    record, console = None, ""
+    with contextlib.ExitStack() as opened:
         try:
-            with path.open("rb") as file:
-                data = json.loads(file.read(_MAX_RECORD))
-        except (OSError, ValueError):
-            continue
-        if isinstance(data, dict):
-            return data
-    return None
+            place = None
+            for name in (str(directory), *_MACHINES):
+                place = os.open(name, _DIRECTORY, dir_fd=place)
+                opened.callback(os.close, place)
+            for name in itertools.islice(sorted(os.listdir(place)), _MOST_MACHINES):
+                machine = os.open(name, _DIRECTORY, dir_fd=place)
+                opened.callback(os.close, machine)
+                record = record or _record(_read(machine, "vmm-exit.json"))
+                console = console or _read(machine, "agent-console.log").decode(errors="replace")
+        except OSError:
+            pass
+    return Remains(record, console)
+
+
+def _read(directory: int, name: str) -> bytes:
+    """Return the last part of a regular file; nothing if there is none."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+    except OSError:
+        return b""
+    with open(fd, "rb") as file:
+        told = os.fstat(fd)
+        if not stat.S_ISREG(told.st_mode):
+            return b""
+        file.seek(max(0, told.st_size - _MOST_READ))
+        return file.read(_MOST_READ)
+
+
+def _record(data: bytes) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
