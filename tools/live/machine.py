@@ -273,6 +273,8 @@ def run(words: Sequence[str], log: Path, timeout_s: float) -> int:
         )
         assert process.stdout is not None
         signal.signal(signal.SIGALRM, lambda *_: process.kill())
+        # As by Ctrl-C: an emulated machine that outlives its lane would slow down all that follows.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         signal.alarm(int(timeout_s))
         try:
             for raw in process.stdout:
