@@ -111,7 +111,7 @@ class NotRunning(UsageError):
 
 
 class NoAnswer(BackIntelError):
-    """The supervisor did not answer in time."""
+    """The supervisor, or the guest's agent, did not answer in time."""
 
     code = "no_answer"
     permanent = False

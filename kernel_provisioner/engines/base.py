@@ -166,7 +166,8 @@ class Guest(Protocol):
     def artifacts(self) -> BinaryIO:
         """Return /artifacts as an uncompressed tar stream, also after ``kill``.
 
-        The stream is hostile. Raises StartFailed if the guest never came up.
+        The stream is hostile. Raises StartFailed if the guest never came up, NoAnswer if it cannot
+        be asked now.
         """
 
     def frozen(self) -> AbstractAsyncContextManager[Hold]:
@@ -178,8 +179,8 @@ class Guest(Protocol):
     def listing(self) -> Sequence[Listed]:
         """Look at /artifacts without stopping the guest; bounded, the first entries by name.
 
-        Blocks. Raises StartFailed if there is no guest, OSError if it changes too quickly, and
-        ExportRefused if its answer cannot be used.
+        Blocks. Raises StartFailed if there is no guest, OSError if it changes too quickly,
+        NoAnswer if it cannot be asked now, and ExportRefused if its answer cannot be used.
         """
 
     async def destroy(self, timeout: float) -> Sequence[str]:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kernel_provisioner import wire
-from kernel_provisioner.engines.smolvm import live
-from kernel_provisioner.errors import ExportRefused, FreezeRefused, StartFailed
+from kernel_provisioner.engines.smolvm import connection, live
+from kernel_provisioner.errors import ExportRefused, FreezeRefused, NoAnswer, StartFailed
 
 _RECORD = struct.Struct(">cQdH")
 _END = _RECORD.pack(b"\0", 0, 0.0, 0)
@@ -97,6 +97,24 @@ def test_a_listing_that_never_ends_costs_its_time_only(
 def test_a_machine_that_is_gone_lists_nothing(tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match="lost with the VM"):
         live.listing(tmp_path / "agent")
+
+
+def test_a_machine_that_takes_no_connection_is_not_taken_for_a_lost_one(tmp_path: Path) -> None:
+    """Nor for one whose artifacts broke a rule: it may answer the next time (spec G4)."""
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(str(tmp_path / "agent"))
+        listener.listen(0)
+        while True:
+            peer = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            peer.setblocking(False)
+            try:
+                peer.connect(str(tmp_path / "agent"))
+            except BlockingIOError:
+                break
+        with pytest.raises(NoAnswer, match="takes no connection"):
+            live.listing(tmp_path / "agent")
+        with pytest.raises(NoAnswer):
+            connection.open_artifacts(tmp_path / "agent")
 
 
 class Peer:

@@ -39,5 +39,11 @@ END
 cd /payload/repo
 $python tools/live/adopt.py /image /payload/engine /payload/facts.json
 mapfile -t arguments < /payload/arguments
-exec $python -m pytest tests/live_smolvm -p no:cacheprovider -v \
-    -o timeout=0 --durations=20 --basetemp=/srv/pytest "${arguments[@]}"
+status=0
+$python -m pytest tests/live_smolvm -p no:cacheprovider -v \
+    -o timeout=0 --durations=20 --basetemp=/srv/pytest "${arguments[@]}" || status=$?
+if [ $status != 0 ]; then
+    echo "what this machine's kernel said last:"
+    dmesg | tail -n 40
+fi
+exit $status

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from kernel_provisioner import wire
 from kernel_provisioner.engines.bwrap import waiting
-from kernel_provisioner.errors import ExportRefused, StartFailed, WireError
+from kernel_provisioner.errors import NoAnswer, StartFailed, WireError
 
 _RETRY_S = 0.02
 _HELLO_S = 0.25
@@ -143,12 +143,12 @@ class Control:
 
 
 def open_artifacts(path: Path) -> BinaryIO:
-    """Return /artifacts as a tar stream. Raises StartFailed (the guest is gone), ExportRefused."""
+    """Return /artifacts as a tar stream. Raises StartFailed (the guest is gone), NoAnswer."""
     return _opened(path, "artifacts")
 
 
 def open_listing(path: Path) -> BinaryIO:
-    """Return the records of /artifacts. Raises StartFailed (the guest is gone), ExportRefused."""
+    """Return the records of /artifacts. Raises StartFailed (the guest is gone), NoAnswer."""
     return _opened(path, "listing")
 
 
@@ -159,14 +159,11 @@ def _opened(path: Path, role: str) -> BinaryIO:
         try:
             sock.connect(str(path))
             sock.sendall(wire.encode({"v": wire.VERSION, "role": role}))
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             # The monitor's queue of connections is full: it lives.
-            raise ExportRefused(
-                "the microVM takes no connection now; nothing was published.", remedy="try again."
-            ) from None
-        except TimeoutError:
-            raise ExportRefused(
-                "the microVM did not answer in time; nothing was published.", remedy="try again."
+            raise NoAnswer(
+                "the microVM takes no connection now; nothing was published.",
+                remedy="try again while the session lives.",
             ) from None
         except OSError:
             raise StartFailed("the artifacts are lost with the VM.", phase="export") from None

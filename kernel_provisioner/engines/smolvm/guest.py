@@ -295,7 +295,8 @@ class SmolvmGuest:
     def artifacts(self) -> BinaryIO:
         """Return /artifacts as a tar stream, also after ``kill``, while the agent lives.
 
-        Raises StartFailed if the guest never came up or the machine is gone.
+        Raises StartFailed if the guest never came up or the machine is gone, NoAnswer if it takes
+        no connection.
         """
         return connection.open_artifacts(self._agent())
 
@@ -317,7 +318,7 @@ class SmolvmGuest:
         return live.stands_anyway() if gone else self._still.frozen()
 
     def listing(self) -> Sequence[Listed]:
-        """Ask the agent what is in /artifacts. Raises StartFailed, ExportRefused."""
+        """Ask the agent what is in /artifacts. Raises StartFailed, NoAnswer, ExportRefused."""
         return live.listing(self._agent())
 
     async def destroy(self, timeout: float) -> Sequence[str]:

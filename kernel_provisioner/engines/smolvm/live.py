@@ -119,8 +119,8 @@ def _refused(why: str) -> FreezeRefused:
 def listing(agent: Path) -> list[Listed]:
     """Ask the agent at ``agent`` what is in /artifacts; blocks, for seconds at most.
 
-    Raises StartFailed if the guest is gone, ExportRefused if its answer is too slow, too long or
-    not one.
+    Raises StartFailed if the guest is gone, NoAnswer if it takes no question, ExportRefused if its
+    answer is too slow, too long or not one.
     """
     # Imported when it is asked for: a start does not wait for what most sessions never use.
     from kernel_provisioner.artifacts.tarstream import CHUNK, StreamReader
