@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 
-from kernel_provisioner import kernelspec
+from kernel_provisioner import kernelspec, proofs
 from kernel_provisioner.cli.main import main
-from kernel_provisioner.engines.registry import CHOOSE_WEAKER
+from kernel_provisioner.engines.registry import CHOOSE_WEAKER, get_engine
 from kernel_provisioner.engines.smolvm import host
 from kernel_provisioner.errors import BackIntelError, ConfigError, SourceRefused, UsageError
+from kernel_provisioner.paths import state_dirs
 
 
 @pytest.fixture
@@ -21,6 +22,7 @@ def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "prefix/share/jupyter"))
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "user"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("BACKINTEL_HOME", str(tmp_path / "home"))
     return tmp_path / "prefix"
 
 
@@ -102,9 +104,19 @@ def test_the_isolation_is_said(prefix: Path, capsys: pytest.CaptureFixture[str])
     main(["kernel", "install", "--prefix", str(prefix)])
     assert "isolation microVM\n" in capsys.readouterr().out
     main(["kernel", "install", "--prefix", str(prefix), "--engine", "bwrap"])
-    said = capsys.readouterr()
-    assert "namespaces: weaker isolation" in said.out
-    assert said.err == ""
+    assert "namespaces: weaker isolation" in capsys.readouterr().out
+
+
+def test_that_the_engine_was_not_booted_is_said_until_there_is_a_proof(
+    prefix: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["kernel", "install", "--prefix", str(prefix), "--engine", "bwrap"]
+    assert main(words) == 0
+    told = "bwrap has not been booted here yet: `backintel sandbox check --boot`."
+    assert told in capsys.readouterr().err
+    proofs.store(state_dirs(), proofs.proof_key(get_engine("bwrap").verify()), {})
+    assert main(words) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_kernel_that_cannot_start_here_is_installed_and_the_owners_choice_is_named(
