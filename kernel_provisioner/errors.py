@@ -93,7 +93,11 @@ class ExportRefused(BackIntelError):
 
 
 class FreezeRefused(ExportRefused):
-    """The running guest cannot be made to stand still; its artifacts can leave at its end."""
+    """The running guest cannot be made to stand still, so no artifacts leave it while it runs.
+
+    None leave when Jupyter shuts the kernel down, either: that exports nothing. `backintel run` is
+    not affected: it exports after the guest's processes have ended.
+    """
 
     code = "freeze_refused"
 
