@@ -283,6 +283,17 @@ def _proofs(dirs: StateDirs, boot: bool) -> Iterable[Check]:
     for name in ENGINES:
         try:
             key = proofs.proof_key(get_engine(name).verify())
+        except BackIntelError:
+            # The line of the engine has reason and remedy already.
+            yield Check(
+                f"boot proof {name}",
+                "fail",
+                "not to be had: this engine cannot run here as it is",
+                f"see engine {name} above.",
+                name,
+            )
+            continue
+        try:
             if boot:
                 prove(dirs, name)
         except BackIntelError as error:

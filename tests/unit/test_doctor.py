@@ -208,6 +208,23 @@ def test_each_reason_against_a_microvm_has_its_own_words_and_remedy(
     assert checks["engine smolvm"].remedy.endswith(CHOOSE_WEAKER)
 
 
+def test_a_remedy_of_an_engine_is_told_once(
+    dirs: StateDirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = get_engine
+
+    def engines(name: str) -> object:
+        return RefusingEngine(_no_permission) if name == "smolvm" else real(name)
+
+    monkeypatch.setattr(doctor, "get_engine", engines)
+    checks = doctor.examine(dirs)
+    engine = _find(checks, "engine smolvm")
+    assert [check.name for check in checks if engine.remedy in check.remedy] == [engine.name]
+    assert [check.name for check in checks if engine.found in check.found] == [engine.name]
+    assert _find(checks, "boot proof smolvm").remedy == "see engine smolvm above."
+    assert "what is said of smolvm above" in _find(checks, "default engine").remedy
+
+
 def _engine_checks(smolvm: Status, bwrap: Status, *, proof: Status = "ok") -> list[Check]:
     return [
         Check("engine smolvm", smolvm, "x", "mend it.", "smolvm"),
