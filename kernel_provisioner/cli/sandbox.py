@@ -14,14 +14,27 @@ from kernel_provisioner.checks import table
 from kernel_provisioner.cli.output import emit, say
 from kernel_provisioner.config import standing_engine
 from kernel_provisioner.engines.registry import ENGINES, get_engine
-from kernel_provisioner.errors import EXIT_DONE, EXIT_INFRASTRUCTURE, BackIntelError
+from kernel_provisioner.errors import (
+    EXIT_DONE,
+    EXIT_INFRASTRUCTURE,
+    AttestationFailed,
+    BackIntelError,
+    EngineUnavailable,
+    HostRefused,
+    PrepareFailed,
+    StartFailed,
+)
 from kernel_provisioner.paths import StateDirs, state_dirs
+
+_CANNOT_RUN = (EngineUnavailable, HostRefused, StartFailed, AttestationFailed)
+"""What speaks against one engine. Anything else would meet the next engine just the same."""
 
 
 def prepare(options: argparse.Namespace) -> int:
     """Prepare the engines and the image, and prove once a boot that a sandbox starts with them.
 
-    What one engine lacks is told, and ends nothing as long as another one can run.
+    What one engine lacks is told, and ends nothing as long as another one can run. What is wrong
+    whatever the engine (configuration, image, a held lock, a deadline) ends it at once.
     """
     from kernel_provisioner.images.store import ImageStore
 
@@ -66,7 +79,8 @@ def _prove_one(dirs: StateDirs, refusals: dict[str, BackIntelError]) -> tuple[st
     """Return an engine that booted since this machine started, and whether that was just now.
 
     The weakest first: it boots in a second, and a microVM only with ``check --boot`` or where
-    nothing else does. Raises what refuses the last engine.
+    nothing else does. Raises what refuses the last engine, and at once what is not for an engine
+    to answer for.
     """
     for name in reversed(ENGINES):
         if name in refusals:
@@ -75,7 +89,7 @@ def _prove_one(dirs: StateDirs, refusals: dict[str, BackIntelError]) -> tuple[st
             if proofs.is_valid(dirs, proofs.proof_key(get_engine(name).verify())):
                 return name, False
             prove(dirs, name)
-        except BackIntelError as error:
+        except _CANNOT_RUN as error:
             _leave_out(refusals, name, error)
         else:
             return name, True
@@ -85,7 +99,7 @@ def _prove_one(dirs: StateDirs, refusals: dict[str, BackIntelError]) -> tuple[st
 def _prepare_engines(dirs: StateDirs) -> dict[str, BackIntelError]:
     """Prepare the engines that this host can run; return by name what refuses the others.
 
-    Raises what refuses the last one if it leaves none.
+    Raises what refuses the last one if it leaves none, and LockTimeout at once.
     """
     from kernel_provisioner.engines.smolvm.prepare import prepare as prepare_release
 
@@ -97,7 +111,7 @@ def _prepare_engines(dirs: StateDirs) -> dict[str, BackIntelError]:
     for name, step in steps.items():
         try:
             step()
-        except BackIntelError as error:
+        except (*_CANNOT_RUN, PrepareFailed) as error:
             _leave_out(refusals, name, error)
     return refusals
 

@@ -7,21 +7,39 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from kernel_provisioner import __version__
+from kernel_provisioner import __version__, doctor, proofs
 from kernel_provisioner.cli import sandbox
 from kernel_provisioner.cli.main import build_parser, main
 from kernel_provisioner.cli.run import settings_of
 from kernel_provisioner.engines.base import EngineFacts
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.engines.smolvm import host
-from kernel_provisioner.errors import BackIntelError, EngineUnavailable, HostRefused
-from kernel_provisioner.paths import StateDirs
+from kernel_provisioner.engines.smolvm import prepare as smolvm_prepare
+from kernel_provisioner.errors import (
+    AttestationFailed,
+    BackIntelError,
+    ConfigError,
+    DeadlineReached,
+    EngineUnavailable,
+    HostRefused,
+    ImageInvalid,
+    ImageMissing,
+    LockTimeout,
+    PrepareFailed,
+    ProfileRefused,
+    SourceRefused,
+    StartFailed,
+)
+from kernel_provisioner.images import store
+from kernel_provisioner.images.receipt import Image
+from kernel_provisioner.paths import StateDirs, state_dirs
 
 
 @pytest.fixture(autouse=True)
@@ -299,32 +317,182 @@ def test_prepare_says_why_the_microvm_is_left_out_and_goes_on(
         sandbox._leave_out(refusals, "bwrap", EngineUnavailable("no namespaces."))
 
 
-@pytest.mark.parametrize("boots", ["bwrap", "smolvm", ""])
-def test_prepare_ends_well_only_with_an_engine_that_booted(
-    boots: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+class StandInEngine:
+    """Stands for an engine that is installed and verified; it starts nothing."""
+
+    isolation = "stand-in"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def verify(self, *, deep: bool = False) -> EngineFacts:
+        return EngineFacts(self.name, f"1-{self.name}", {"file": self.name})
+
+
+class StandInBoots:
+    """Stands for the boots of a host, which no host has all of: what refuses each engine."""
+
+    def __init__(self, **refusals: BaseException) -> None:
+        self.refusals = refusals
+        self.tried: list[str] = []
+
+    async def boot(
+        self, engine: str, on_phase: Callable[[str, float], None]
+    ) -> Mapping[str, float]:
+        self.tried.append(engine)
+        if engine in self.refusals:
+            raise self.refusals[engine]
+        return {"ready": 0.5}
+
+
+class StandInStore:
+    """Stands for a store whose image was prepared before."""
+
+    def __init__(self, dirs: StateDirs) -> None:
+        self._root = dirs.image / "stand-in"
+
+    def prepare(self, *_: object, **__: object) -> Image:
+        return Image(self._root, "sha256:0", self._root, "3.11", "x86_64", "2026-01-01", "stand-in")
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StandInBoots]:
+    """Put stand-ins in the place of engines, image store and boots."""
+
+    def put(**refusals: BaseException) -> StandInBoots:
+        boots = StandInBoots(**refusals)
+        for module in (sandbox, doctor):
+            monkeypatch.setattr(module, "get_engine", StandInEngine)
+        monkeypatch.setattr(proofs, "_DEVICES", {})
+        monkeypatch.setattr(proofs, "boot", boots.boot)
+        monkeypatch.setattr(store, "ImageStore", StandInStore)
+        monkeypatch.setattr(smolvm_prepare, "prepare", lambda dirs, progress: None)
+        return boots
+
+    return put
+
+
+_DOES_NOT_BOOT = [
+    EngineUnavailable("it is gone."),
+    HostRefused("no memory limit."),
+    StartFailed("it does not boot."),
+    AttestationFailed("it is not as asked."),
+]
+
+
+@pytest.mark.parametrize("error", _DOES_NOT_BOOT, ids=lambda error: error.code)
+def test_prepare_proves_the_engine_that_boots_and_says_so_in_json(
+    error: BackIntelError,
+    stand_ins: Callable[..., StandInBoots],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The engines are stand-ins: no host has all three cases."""
+    boots = stand_ins(bwrap=error)
+    assert main(["sandbox", "prepare", "--json"]) == 0
+    said = capsys.readouterr()
+    root = state_dirs().image / "stand-in"
+    assert json.loads(said.out) == {
+        "schema": "backintel.prepare/1",
+        "image": {"id": "sha256:0", "root": str(root), "source": "stand-in", "python": "3.11"},
+        "engines": {"smolvm": "1-smolvm"},
+        "proof": {"engine": "smolvm", "booted": True},
+        "default_engine": {"name": "smolvm", "refusal": None},
+    }
+    assert f"the engine bwrap is left out: {error}" in said.err
+    assert boots.tried == ["bwrap", "smolvm"]
 
-    class StandIn:
-        def __init__(self, name: str) -> None:
-            self.name = name
 
-        def verify(self) -> EngineFacts:
-            return EngineFacts(self.name, "1", {})
+def test_prepare_names_what_refuses_the_default_engine_in_json(
+    stand_ins: Callable[..., StandInBoots],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stand_ins()
 
-    def prove(_dirs: StateDirs, name: str) -> None:
-        if name != boots:
-            raise HostRefused(f"{name} does not boot.")
+    def refuse(_dirs: StateDirs, _progress: object) -> None:
+        host.check_kvm(tmp_path / "kvm")
 
-    monkeypatch.setattr(sandbox, "get_engine", StandIn)
-    monkeypatch.setattr(sandbox, "prove", prove)
-    monkeypatch.setattr(sandbox.proofs, "_DEVICES", {})
-    dirs = StateDirs(tmp_path, tmp_path, tmp_path / "run")
-    refusals: dict[str, BackIntelError] = {}
-    if boots:
-        assert sandbox._prove_one(dirs, refusals) == (boots, True)
-        assert list(refusals) == ([] if boots == "bwrap" else ["bwrap"])
-    else:
-        with pytest.raises(HostRefused, match="smolvm does not boot"):
-            sandbox._prove_one(dirs, refusals)
-    assert ("bwrap is left out" in capsys.readouterr().err) == (boots != "bwrap")
+    monkeypatch.setattr(smolvm_prepare, "prepare", refuse)
+    assert main(["sandbox", "prepare", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["engines"] == {"bwrap": "1-bwrap"}
+    assert report["proof"] == {"engine": "bwrap", "booted": True}
+    assert report["default_engine"]["name"] == "smolvm"
+    assert report["default_engine"]["refusal"]["code"] == "engine_unavailable"
+
+
+def test_prepare_exits_3_when_no_engine_is_left(
+    stand_ins: Callable[..., StandInBoots], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_ins(bwrap=HostRefused("no memory limit."), smolvm=StartFailed("it does not boot."))
+    assert main(["sandbox", "prepare", "--json"]) == 3
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    assert (report["schema"], report["exit_status"]) == ("backintel.error/1", 3)
+    assert report["error"]["code"] == "start_failed"
+    assert "bwrap is left out: no memory limit" in said.err
+    assert "smolvm is left out" not in said.err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("a bad key."),
+        SourceRefused("a source is missing."),
+        ProfileRefused("the host is too small."),
+        DeadlineReached("a short run."),
+        ImageMissing("no image."),
+        ImageInvalid("another image."),
+        LockTimeout("a held lock."),
+        PrepareFailed("no space."),
+    ],
+    ids=lambda error: error.code,
+)
+def test_what_is_no_engines_fault_ends_prepare_at_once(
+    error: BackIntelError,
+    stand_ins: Callable[..., StandInBoots],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    boots = stand_ins(bwrap=error)
+    assert main(["sandbox", "prepare"]) == error.exit_status
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert error.message in said.err and "left out" not in said.err
+    assert boots.tried == ["bwrap"]
+
+
+@pytest.mark.parametrize(
+    ("error", "left_out"),
+    [(LockTimeout("a held lock."), False), (PrepareFailed("a bad copy."), True)],
+)
+def test_a_held_lock_is_no_fault_of_the_engine_that_waits_for_it(
+    error: BackIntelError,
+    left_out: bool,
+    stand_ins: Callable[..., StandInBoots],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    boots = stand_ins()
+
+    def refuse(_dirs: StateDirs, _progress: object) -> None:
+        raise error
+
+    monkeypatch.setattr(smolvm_prepare, "prepare", refuse)
+    assert main(["sandbox", "prepare"]) == (0 if left_out else 3)
+    assert ("smolvm is left out" in capsys.readouterr().err) == left_out
+    assert boots.tried == (["bwrap"] if left_out else [])
+
+
+def test_prepare_again_boots_nothing_and_keeps_the_proof(
+    stand_ins: Callable[..., StandInBoots], capsys: pytest.CaptureFixture[str]
+) -> None:
+    boots = stand_ins()
+    assert main(["sandbox", "prepare"]) == 0
+    assert "proof   bwrap booted just now" in capsys.readouterr().out
+    proof = state_dirs().proofs / "bwrap.json"
+    before = proof.stat()
+    assert main(["sandbox", "prepare"]) == 0
+    assert "proof   bwrap still valid" in capsys.readouterr().out
+    assert boots.tried == ["bwrap"]
+    after = proof.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
