@@ -1,8 +1,9 @@
 """Boot proofs (spec B): that an engine started a sandbox here, in this boot, with these files.
 
 A proof is valid only for the boot, the device and the engine files it was made with, so a new
-kernel, an exchanged engine or another machine needs a new one. ``auto`` rests on proofs alone: it
-never tries an engine, and it never falls back to one after a start failed.
+kernel, an exchanged engine or another machine needs a new one. Each try to boot takes back the
+proof of the one before. ``auto`` rests on proofs alone: it never tries an engine, and it never
+falls back to one after a start failed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from typing import Any
 
 from kernel_provisioner.engines.base import Engine, EngineFacts
 from kernel_provisioner.engines.registry import ENGINES, get_engine
-from kernel_provisioner.errors import BackIntelError, EngineUnavailable, StartFailed
+from kernel_provisioner.errors import (
+    BackIntelError,
+    EngineUnavailable,
+    PrepareFailed,
+    StartFailed,
+)
 from kernel_provisioner.paths import StateDirs
 from kernel_provisioner.processes import boot_id
 from kernel_provisioner.records import write_json
@@ -73,23 +79,43 @@ def proof_key(facts: EngineFacts) -> ProofKey:
 def store(dirs: StateDirs, key: ProofKey, phases: Mapping[str, float]) -> Path:
     """Write the proof of a boot that worked. Raises OSError."""
     dirs.proofs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = dirs.proofs / f"{key.engine}.json"
+    path = _path(dirs, key.engine)
     write_json(
         path, {"schema": SCHEMA, **key.as_dict(), "phases_s": dict(phases), "made": time.time()}
     )
     return path
 
 
+def discard(dirs: StateDirs, engine: str) -> None:
+    """Remove the engine's proof, if there is one, before a boot is tried.
+
+    Raises PrepareFailed if it cannot be removed: it would outlive a boot that fails.
+    """
+    path = _path(dirs, engine)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise PrepareFailed(
+            f"the boot proof {path} cannot be removed ({error.strerror}); it would outlive a boot "
+            "that fails.",
+            remedy=f"remove it, and let this user write to {path.parent}.",
+        ) from None
+
+
 def is_valid(dirs: StateDirs, key: ProofKey) -> bool:
     """Whether a proof for exactly this key is stored."""
     try:
-        with (dirs.proofs / f"{key.engine}.json").open("rb") as file:
+        with _path(dirs, key.engine).open("rb") as file:
             data = json.loads(file.read(1 << 16))
     except (OSError, ValueError, RecursionError):
         return False
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         return False
     return all(data.get(name) == value for name, value in key.as_dict().items())
+
+
+def _path(dirs: StateDirs, engine: str) -> Path:
+    return dirs.proofs / f"{engine}.json"
 
 
 def resolve_auto(

@@ -135,9 +135,14 @@ def _default(dirs: StateDirs, name: str, refusal: BackIntelError | None) -> str:
 
 
 def prove(dirs: StateDirs, engine: str) -> Path:
-    """Boot an engine and store the proof. Raises BackIntelError."""
+    """Boot an engine and store the proof. Raises BackIntelError.
+
+    From the first moment of the try until it has worked there is no proof: one that failed, or
+    that was interrupted, leaves none.
+    """
     say(f"booting a sandbox with {engine} to prove that it works here")
     facts = get_engine(engine).verify()
+    proofs.discard(dirs, engine)
     phases = asyncio.run(proofs.boot(engine, lambda name, seconds: None))
     say(f"booted in {max(phases.values(), default=0.0):.2f} s")
     return proofs.store(dirs, proofs.proof_key(facts), phases)

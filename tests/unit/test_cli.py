@@ -496,3 +496,39 @@ def test_prepare_again_boots_nothing_and_keeps_the_proof(
     assert boots.tried == ["bwrap"]
     after = proof.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [(StartFailed("it does not boot."), "it does not boot"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_a_boot_that_fails_or_is_interrupted_leaves_no_proof_of_an_earlier_one(
+    failure: BaseException,
+    told: str,
+    stand_ins: Callable[..., StandInBoots],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    boots = stand_ins()
+    dirs = state_dirs()
+    doctor.examine(dirs, boot=True)
+    assert boots.tried == ["smolvm", "bwrap"]
+    assert proofs.resolve_auto(dirs, StandInEngine).engine == "smolvm"
+    boots.refusals["smolvm"] = failure
+    main(["sandbox", "check", "--boot"])
+    assert told in "".join(capsys.readouterr())
+    assert proofs.resolve_auto(dirs, StandInEngine).engine == "bwrap"
+    main(["sandbox", "check", "--json"])
+    checks = {item["name"]: item for item in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["boot proof smolvm"]["status"] == "warn"
+    assert checks["boot proof bwrap"]["status"] == "ok"
+    assert checks["default engine"]["status"] == "warn"
+
+
+def test_no_boot_is_tried_beside_a_proof_that_cannot_be_removed(
+    stand_ins: Callable[..., StandInBoots], capsys: pytest.CaptureFixture[str]
+) -> None:
+    boots = stand_ins()
+    (state_dirs().proofs / "bwrap.json").mkdir(parents=True)
+    assert main(["sandbox", "prepare"]) == 3
+    assert "bwrap.json cannot be removed" in capsys.readouterr().err
+    assert boots.tried == []
