@@ -40,7 +40,7 @@ from kernel_provisioner.errors import (
     error_from_dict,
 )
 from kernel_provisioner.paths import StateDirs, state_dirs
-from kernel_provisioner.pending import forget_failed_start
+from kernel_provisioner.pending import unlist_start
 from kernel_provisioner.routing import check_argv, check_encryption
 from kernel_provisioner.supervision import Supervision, in_thread
 
@@ -158,6 +158,7 @@ class SandboxProvisioner(KernelProvisionerBase):
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Stamp the run clock and resolve the settings. Raises BackIntelError."""
+        unlist_start(getattr(self.parent, "parent", None), self.kernel_id)
         now = time.monotonic()
         # An autorestart after a crash does not extend the run deadline (spec A1): only a start or
         # a restart that a person asked for begins a new run.
@@ -455,8 +456,6 @@ class SandboxProvisioner(KernelProvisionerBase):
     def _failed_to_start(self, error: BaseException) -> None:
         if self._automatic:
             self._autorestart.start_failed(error)
-        else:
-            forget_failed_start(getattr(self.parent, "parent", None), self.kernel_id)
 
     async def _tell(self, op: str, **fields: object) -> None:
         if self._supervision is not None:

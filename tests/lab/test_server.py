@@ -9,14 +9,18 @@ import hashlib
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from contract import check
+from sandboxes import remains
 from server import API, Answer, Server, jupyter_server, kernelspec
 
+from kernel_provisioner.engines.base import ProcessIdentity
 from kernel_provisioner.paths import state_dirs
+from kernel_provisioner.processes import is_running
 from kernel_provisioner.records import live_sessions
 
 pytestmark = pytest.mark.sandbox
@@ -409,6 +413,40 @@ def test_a_server_stops_with_its_kernels_after_a_start_that_failed(tmp_path: Pat
         assert kernel in {record.kernel_id for record in live_sessions(state_dirs())}
     # It ended within its time, and nothing of the kernel is left.
     assert kernel not in {record.kernel_id for record in live_sessions(state_dirs())}
+
+
+def test_a_server_that_stops_during_a_start_leaves_nothing(tmp_path: Path) -> None:
+    """The start waits for a database that somebody writes to, for as long as that is locked."""
+    book = tmp_path / "book.sqlite"
+    with contextlib.closing(sqlite3.connect(book)) as database, database:
+        database.execute("CREATE TABLE line (text)")
+    kernelspec(tmp_path / "data", "with-book", engine="bwrap", sources={"book": str(book)})
+    before = remains()
+    with contextlib.closing(sqlite3.connect(book, isolation_level=None)) as writer:
+        writer.execute("BEGIN EXCLUSIVE")
+        supervisors = asyncio.run(_stopped_while_starting(tmp_path))
+        # They end with their server, and not with the writer.
+        deadline = time.monotonic() + 20
+        while any(map(is_running, supervisors)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(is_running, supervisors))
+        assert not remains() - before
+
+
+async def _stopped_while_starting(home: Path) -> list[ProcessIdentity]:
+    """Stop a server with a live kernel while a second one starts; return their supervisors."""
+    with jupyter_server(home) as other:
+        kernel = await asyncio.to_thread(other.start)
+        async with other.events() as events:
+            start = asyncio.create_task(asyncio.to_thread(other.start, "with-book"))
+            (told,) = await events.until("phase")
+        assert not start.done()
+        records = {record.kernel_id: record for record in live_sessions(state_dirs())}
+        supervisors = [records[name].supervisor for name in (kernel, told["kernel_id"])]
+    # It ended within its time: no answer came any more.
+    with pytest.raises(ConnectionError):
+        await start
+    return supervisors
 
 
 def metric(server: Server, name: str) -> float:
