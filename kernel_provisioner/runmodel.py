@@ -84,6 +84,9 @@ class Progress(Protocol):
     def starting(self) -> None:
         """The sandbox is being started."""
 
+    def ending(self) -> None:
+        """The owner asked for the end; what runs is stopped, and saved as it is."""
+
     def over(self) -> None:
         """Nothing of the run goes on any more."""
 

@@ -120,7 +120,7 @@ class _Run:
                 return
             self._stop_status = _STATUSES[signum]
             self._stop.set()
-            self.progress.note("ending the sandbox and saving the notebook")
+            self.progress.ending()
 
         before = {signum: signal.getsignal(signum) for signum in _STATUSES}
         if before[signal.SIGHUP] is signal.SIG_IGN:

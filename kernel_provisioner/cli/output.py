@@ -113,6 +113,7 @@ class RunReporter:
             self._live = stream.isatty()
         self._phases: list[str] = []
         self._running: tuple[str, float] | None = None
+        self._cell: tuple[str, float] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, text: str) -> None:
@@ -134,6 +135,11 @@ class RunReporter:
         else:
             self._line("  starting the sandbox ...")
 
+    def ending(self) -> None:
+        """Say that the run is being ended; a terminal shows that from now on, and no start."""
+        self._running = ("ending the sandbox", time.monotonic())
+        self.note("ending the sandbox and saving the notebook")
+
     def over(self) -> None:
         """Take away what is still shown."""
         self._clear()
@@ -148,17 +154,16 @@ class RunReporter:
 
     def cell_started(self, number: int, total: int, source: str) -> None:
         """Show a running cell."""
-        self._running = (_label(number, total, source), time.monotonic())
+        self._cell = self._running = (_label(number, total, source), time.monotonic())
         if self._live:
             self._tick()
 
     def cell_ended(self, number: int, total: int, seconds: float, state: str) -> None:
         """Show how a cell went."""
-        self._clear()
-        assert self._running is not None
-        title, _ = self._running
-        self._running = None
-        self._line(f"  {title}  {state} in {seconds:.1f} s")
+        assert self._cell is not None
+        if self._running is self._cell:  # else the run is being ended, and that goes on
+            self._running = None
+        self.note(f"{self._cell[0]}  {state} in {seconds:.1f} s")
 
     def cell_skipped(self, number: int, total: int, source: str) -> None:
         """Show a cell that is not run."""

@@ -198,6 +198,9 @@ def test_a_defect_of_this_side_is_told_after_everything_is_saved(bench: Bench) -
         def starting(self) -> None:
             pass
 
+        def ending(self) -> None:
+            pass
+
         def over(self) -> None:
             pass
 

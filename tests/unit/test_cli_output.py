@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ from kernel_provisioner.cli.output import RunReporter, emit, first_line
 from kernel_provisioner.cli.run import summary
 from kernel_provisioner.plaintext import printable
 from kernel_provisioner.runmodel import RunResult
+
+
+class Terminal(io.StringIO):
+    """Somewhere to show a line that is replaced."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @given(st.text())
@@ -65,10 +73,6 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 
 def test_a_terminal_gets_a_line_that_is_replaced() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     async def cell() -> str:
         stream = Terminal()
         reporter = RunReporter(stream)
@@ -101,6 +105,51 @@ def test_a_start_that_takes_long_is_told(live: bool, monkeypatch: pytest.MonkeyP
     told = asyncio.run(start())
     assert told == (
         "\r\x1b[2K  starting the sandbox  0 s\r\x1b[2K" if live else "  starting the sandbox ...\n"
+    )
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_a_start_that_is_ended_is_shown_as_that(
+    patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_PATIENCE_S", patience)
+    monkeypatch.setattr(output, "_TICK_S", 0.0)
+
+    async def start() -> str:
+        stream = Terminal()
+        reporter = RunReporter(stream)
+        reporter.starting()
+        while not patience and "starting the sandbox" not in stream.getvalue():
+            await asyncio.sleep(0)
+        reporter.ending()
+        asked = len(stream.getvalue())
+        reporter.note("already ending")
+        # The note's own line, and two ticks.
+        while stream.getvalue().count("ending the sandbox", asked) < 3:
+            await asyncio.sleep(0)
+        reporter.over()
+        assert bool(patience) != ("starting" in stream.getvalue()[:asked])
+        return stream.getvalue()
+
+    told = re.sub(r"\d+ s", "N s", asyncio.run(start()))
+    line = "\r\x1b[2K  ending the sandbox  N s"
+    _, told = told.split("  ending the sandbox and saving the notebook\n")
+    assert told == f"{line}\r\x1b[2K  already ending\n{line}{line}{line}\r\x1b[2K"
+
+
+def test_a_cell_that_is_ended_says_how_it_went() -> None:
+    async def cell() -> str:
+        stream = Terminal()
+        reporter = RunReporter(stream)
+        reporter.cell_started(1, 2, "x = 1")
+        reporter.ending()
+        reporter.cell_ended(1, 2, 0.5, "stopped")
+        shown = stream.getvalue()
+        reporter.over()
+        return shown
+
+    assert asyncio.run(cell()).endswith(
+        "\r\x1b[2K  cell 1/2  x = 1  stopped in 0.5 s\n\r\x1b[2K  ending the sandbox  0 s"
     )
 
 
