@@ -14,15 +14,17 @@ from playwright.sync_api import expect
 # Several starts of sandboxes and pages, also on a loaded machine.
 pytestmark = pytest.mark.timeout(400)
 
-# How long the page did not draw, at most, within so many milliseconds.
-LONGEST_GAP_MS = """length => new Promise(done => {
+# How often the page drew within so many milliseconds, and for how long it did not, at most.
+DRAWN = """length => new Promise(done => {
     const began = performance.now();
     let before = began;
+    let frames = 0;
     let longest = 0;
     const drawn = now => {
+        frames += 1;
         longest = Math.max(longest, now - before);
         before = now;
-        now - began < length ? requestAnimationFrame(drawn) : done(longest);
+        now - began < length ? requestAnimationFrame(drawn) : done([frames, longest]);
     };
     requestAnimationFrame(drawn);
 })"""
@@ -84,9 +86,11 @@ def test_a_flood_of_output_does_not_freeze_the_page(someone: Person, lab: Lab) -
     someone.ready()
     someone.run(0)
     someone.sees_output(0, "1000 xxx")
-    longest = someone.page.evaluate(LONGEST_GAP_MS, 10_000)
-    # On a loaded machine of two cores; a page that is frozen does not draw at all.
-    assert longest < 5_000
+    frames, longest_ms = someone.page.evaluate(DRAWN, 10_000)
+    # A loaded machine stretches each gap (2 to 3 s were seen on two cores), but not all of them at
+    # once: 18 frames and more were seen. A page that hangs for seconds each time draws fewer.
+    assert longest_ms < 5_000
+    assert frames >= 10
     someone.page.locator(".lm-MenuBar-item", has_text="Kernel").first.click()
     expect(someone.page.locator(".lm-Menu-item", has_text="Interrupt Kernel")).to_be_visible()
     someone.page.locator(".lm-Menu-item", has_text="Interrupt Kernel").click()
