@@ -20,7 +20,7 @@ from kernel_provisioner.engines.base import Hold
 from kernel_provisioner.engines.smolvm import monitor
 from kernel_provisioner.processes import is_running
 
-_STANDSTILL_S = 3.0
+_STANDSTILL_S = 10.0
 _ATTEMPT = """
 import os, socket
 def attempt(what):
@@ -251,7 +251,7 @@ def test_the_guests_clock_is_the_hosts(shared: LiveMachine) -> None:
         return offset, half
 
     offset, unsure = ahead()
-    assert abs(offset) < 0.5 + unsure
+    assert abs(offset) < 1 + unsure
     for number in (signal.SIGSTOP, signal.SIGCONT):
         os.kill(machine.pid, number)
         if number == signal.SIGSTOP:

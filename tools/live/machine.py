@@ -233,9 +233,11 @@ def command(emulator: Path, machine: Path, disks: Sequence[Path]) -> list[str]:
     """Return QEMU's command line; it runs from the emulator's own root by that root's loader."""
     root = emulator / "root"
     libraries = root / "usr/lib/x86_64-linux-gnu"
+    # Ticks are periodic: software virtualization loses a timer's interrupt now and then, and where
+    # the next one is set by it, the machine then sleeps for ever.
     append = (
         "console=ttyS0 root=/dev/vda rw init=/usr/sbin/live-init net.ifnames=0 mitigations=off "
-        "nokaslr tsc=reliable random.trust_cpu=on quiet"
+        "nokaslr tsc=reliable random.trust_cpu=on nohz=off highres=off quiet"
     )
     drives = []
     for path in disks:
