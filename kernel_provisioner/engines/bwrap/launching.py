@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _LAUNCH_TIMEOUT_S = 15.0
 _UNDO_S = 2.0
+_REAP_INTERVAL_S = 0.002
 
 
 @dataclass(slots=True)
@@ -126,11 +128,14 @@ def undo(group: cgroups.Group, pid: int, monitor_fd: int) -> None:
     linux.pidfd_kill(monitor_fd, signal.SIGKILL)
     os.waitpid(pid, 0)
     os.close(monitor_fd)
-    cgroups.remove_all(group.paths, waiting.deadline_in(_UNDO_S))
-    # Process 1 of the sandbox, which this process adopted, is of the launcher's process group.
+    deadline = waiting.deadline_in(_UNDO_S)
+    cgroups.remove_all(group.paths, deadline)
+    # Process 1 of the sandbox, which this process adopted, is of the launcher's process group. It
+    # leaves its cgroup a moment before it can be reaped.
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-pid, os.WNOHANG)[0]:
-            pass
+        while waiting.left(deadline):
+            if not os.waitpid(-pid, os.WNOHANG)[0]:
+                time.sleep(_REAP_INTERVAL_S)
 
 
 async def _read_all(fd: int, deadline: float, until: bytes = b"") -> bytes:
