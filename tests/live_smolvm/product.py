@@ -186,6 +186,7 @@ async def gone(processes: Iterable[ProcessIdentity]) -> float:
 
 
 def swept() -> list[str]:
-    """Sweep once and return what is left all the same."""
-    sweep(state_dirs())
-    return left_behind()
+    """Sweep once and return what is left all the same, after what the sweep said."""
+    said = sweep(state_dirs())
+    left = left_behind()
+    return [*said, *left] if left else []

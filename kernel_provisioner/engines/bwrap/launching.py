@@ -21,6 +21,7 @@ from kernel_provisioner.engines.base import GuestSpec, Leftovers, ProcessIdentit
 from kernel_provisioner.engines.bwrap import cgroups, keeper, linux, waiting
 from kernel_provisioner.engines.bwrap.freezer import SupervisorEnd
 from kernel_provisioner.engines.bwrap.prepare import Ends
+from kernel_provisioner.engines.leftovers import members
 from kernel_provisioner.errors import StartFailed
 from kernel_provisioner.processes import identify
 
@@ -125,17 +126,24 @@ class Launched:
 
 def undo(group: cgroups.Group, pid: int, monitor_fd: int) -> None:
     """Kill and reap a launcher and remove its cgroups; closes ``monitor_fd``."""
+    # Process 1 of the sandbox is adopted by this process, and ends with its parent: it may be known
+    # by its cgroup only before.
+    mine = {member for path in group.paths for member in members(path)}
     linux.pidfd_kill(monitor_fd, signal.SIGKILL)
     os.waitpid(pid, 0)
     os.close(monitor_fd)
+    mine |= {member for path in group.paths for member in members(path)}
     deadline = waiting.deadline_in(_UNDO_S)
     cgroups.remove_all(group.paths, deadline)
-    # Process 1 of the sandbox, which this process adopted, is of the launcher's process group. It
-    # leaves its cgroup a moment before it can be reaped.
+    for adopted in mine - {pid}:
+        _reap(adopted, deadline)
+
+
+def _reap(pid: int, deadline: float) -> None:
+    """Collect a dying process if it is a child; it leaves its cgroup before it can be collected."""
     with contextlib.suppress(ChildProcessError):
-        while waiting.left(deadline):
-            if not os.waitpid(-pid, os.WNOHANG)[0]:
-                time.sleep(_REAP_INTERVAL_S)
+        while os.waitpid(pid, os.WNOHANG)[0] == 0 and waiting.left(deadline):
+            time.sleep(_REAP_INTERVAL_S)
 
 
 async def _read_all(fd: int, deadline: float, until: bytes = b"") -> bytes:
