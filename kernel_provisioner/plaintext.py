@@ -19,3 +19,12 @@ def printable(text: str, limit: int = 2000) -> str:
     plain = _ESCAPES.sub("", text[: 4 * limit])
     kept = "".join(char if char == "\n" or char.isprintable() else " " for char in plain)
     return kept if len(kept) <= limit else kept[: limit - 1] + "…"
+
+
+def quoted(text: str, limit: int) -> str:
+    """Return the last ``limit`` characters of what a program printed, printable, as one line.
+
+    So a message that quotes it stays one line of a log or of a table, whatever was printed.
+    """
+    lines = printable(text[-limit:], limit).splitlines()
+    return " | ".join(line.strip() for line in lines if line.strip())

@@ -7,6 +7,7 @@ comparison. Standard library only.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -41,11 +42,26 @@ def is_running(process: ProcessIdentity) -> bool:
     return start_time(process.pid) == process.start_time
 
 
+def open_pidfd(pid: int) -> int | None:
+    """Return a pidfd, or None if there is no such process. Raises OSError for want of descriptors.
+
+    Linux 6.12 says EINVAL for a number that is no process's any more but still names the session of
+    others, as a killed keeper's does for a moment (6.18 says ESRCH).
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return None
+        raise
+
+
 def kill_and_wait(process: ProcessIdentity, timeout: float) -> bool:
     """SIGKILL this very process and wait at most ``timeout`` seconds. True once it is gone."""
-    try:
-        fd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
+    fd = open_pidfd(process.pid)
+    if fd is None:
         return True
     try:
         if not is_running(process):

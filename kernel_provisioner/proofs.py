@@ -77,12 +77,14 @@ def proof_key(facts: EngineFacts) -> ProofKey:
 
 
 def store(dirs: StateDirs, key: ProofKey, phases: Mapping[str, float]) -> Path:
-    """Write the proof of a boot that worked. Raises OSError."""
-    dirs.proofs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Write the proof of a boot that worked. Raises PrepareFailed."""
     path = _path(dirs, key.engine)
-    write_json(
-        path, {"schema": SCHEMA, **key.as_dict(), "phases_s": dict(phases), "made": time.time()}
-    )
+    facts = {"schema": SCHEMA, **key.as_dict(), "phases_s": dict(phases), "made": time.time()}
+    try:
+        dirs.proofs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(path, facts)
+    except OSError as error:
+        raise _unwritable(path, error) from None
     return path
 
 
@@ -95,11 +97,14 @@ def discard(dirs: StateDirs, engine: str) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise PrepareFailed(
-            f"the boot proof {path} cannot be removed ({error.strerror}); it would outlive a boot "
-            "that fails.",
-            remedy=f"remove it, and let this user write to {path.parent}.",
-        ) from None
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> PrepareFailed:
+    return PrepareFailed(
+        f"boot proofs cannot be kept in {path.parent} ({error.strerror}).",
+        remedy="let this user write there, and see that there is space; then prepare again.",
+    )
 
 
 def is_valid(dirs: StateDirs, key: ProofKey) -> bool:

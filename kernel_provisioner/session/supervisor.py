@@ -31,6 +31,7 @@ from kernel_provisioner.errors import (
     WireError,
 )
 from kernel_provisioner.images.receipt import Image, check_receipt
+from kernel_provisioner.processes import open_pidfd
 from kernel_provisioner.records import remove_socket_dir, sweep
 from kernel_provisioner.session.control import Control
 from kernel_provisioner.session.ending import Ending, describe_status
@@ -515,14 +516,15 @@ class Supervisor:
     def _watch_owner(self) -> None:
         """End when the owner's process is gone, even if a fork of it kept the socket open."""
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(ProcessLookupError):
-            fd = os.pidfd_open(self._control.owner)
+        fd = open_pidfd(self._control.owner)
+        if fd is not None:
+            watched = fd
 
             def gone() -> None:
-                loop.remove_reader(fd)
+                loop.remove_reader(watched)
                 self._owner_left()
 
-            loop.add_reader(fd, gone)
+            loop.add_reader(watched, gone)
         if os.getppid() != self._control.owner:
             # It left before it was watched; its number may be another's by now.
             self._owner_left()

@@ -530,5 +530,5 @@ def test_no_boot_is_tried_beside_a_proof_that_cannot_be_removed(
     boots = stand_ins()
     (state_dirs().proofs / "bwrap.json").mkdir(parents=True)
     assert main(["sandbox", "prepare"]) == 3
-    assert "bwrap.json cannot be removed" in capsys.readouterr().err
+    assert "boot proofs cannot be kept in" in capsys.readouterr().err
     assert boots.tried == []

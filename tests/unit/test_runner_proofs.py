@@ -10,7 +10,7 @@ import pytest
 
 from kernel_provisioner import proofs
 from kernel_provisioner.engines.base import EngineFacts
-from kernel_provisioner.errors import EngineUnavailable
+from kernel_provisioner.errors import EngineUnavailable, PrepareFailed
 from kernel_provisioner.paths import StateDirs
 
 
@@ -42,6 +42,14 @@ def _prove(dirs: StateDirs, engine: MockEngine) -> proofs.ProofKey:
     key = proofs.proof_key(engine.verify())
     proofs.store(dirs, key, {"ready": 0.5})
     return key
+
+
+def test_a_proof_that_cannot_be_stored_is_refused_with_its_remedy(dirs: StateDirs) -> None:
+    dirs.proofs.parent.mkdir(parents=True, exist_ok=True)
+    dirs.proofs.write_text("in the way")
+    with pytest.raises(PrepareFailed, match="cannot be kept in") as refused:
+        _prove(dirs, MockEngine("vm", {"a": "1"}))
+    assert "space" in refused.value.remedy
 
 
 def test_a_stored_proof_is_valid_for_its_key_only(dirs: StateDirs) -> None:

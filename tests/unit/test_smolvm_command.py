@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import stat
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from unprivileged import as_user
 
 from kernel_provisioner.engines.base import GuestSpec, SourceMount
+from kernel_provisioner.engines.bwrap import output
 from kernel_provisioner.engines.bwrap.command import Link
 from kernel_provisioner.engines.bwrap.layout import Item, Layout
 from kernel_provisioner.engines.smolvm import command, failures, host
@@ -140,8 +142,41 @@ def test_unexplained_end_quotes_the_last_of_the_guests_console() -> None:
     """Its beginning, which the program quotes, never says why a guest ended."""
     left = Remains({"cause": "exited", "exit_code": 0}, "begin\n" + "x" * 5000 + "\nkernel panic\n")
     error = failures.explain("nothing that is known", left, "smol-vmm ended", "boot")
-    assert error.message.endswith("kernel panic\n") and "begin" not in error.message
+    assert error.message.endswith("x | kernel panic") and "begin" not in error.message
     assert len(error.message) < 1500
+    assert "--engine bwrap" in error.remedy and not error.permanent
+
+
+_NEVER_READY = "monitor agent: {}boot process exited (code 1) before the agent was ready"
+
+
+def test_guest_that_ended_without_a_word_is_a_kvm_that_cannot_boot_it() -> None:
+    """Met in four of nine boots on such a host; in the others no progress was seen."""
+    error = failures.explain(_NEVER_READY.format(""), Remains(), "smol-vmm ended", "boot")
+    assert isinstance(error, HostRefused) and error.permanent
+    assert "KVM cannot boot it" in error.message
+    assert "nested virtualization" in error.remedy and "--engine bwrap" in error.remedy
+    words = _NEVER_READY.format("guest console: panic (")
+    for printed, console in ((words, ""), (_NEVER_READY.format(""), "panic")):
+        error = failures.explain(printed, Remains(None, console), "smol-vmm ended", "boot")
+        assert isinstance(error, StartFailed)
+
+
+def test_words_of_the_guest_choose_no_cause() -> None:
+    printed = "run command: died: guest console: Landlock is up. No space left on device (code 0)"
+    error = failures.explain(printed, Remains(None, "Landlock"), "smol-vmm ended", "boot")
+    assert isinstance(error, StartFailed)
+
+
+def test_what_is_quoted_is_one_printable_line() -> None:
+    """An error goes to logs and into the doctor's table, where a guest must not write lines."""
+    hostile = "\x1b]0;title\x07\x1b[2Jpanic\nok    boot proof smolvm  booted\n"
+    left = Remains({"cause": hostile, "exit_code": "0\n"}, hostile)
+    for printed in (hostile, json.dumps({"error": {"code": hostile, "message": hostile}})):
+        error = failures.explain(printed, left, hostile.strip()[-4:], "boot")
+        assert error.message.isprintable()
+    assert output.explain(hostile, "it ended", "boot").message.isprintable()
+    assert output.refused_by(hostile, "exec").message.isprintable()
 
 
 def test_missing_kvm_device_has_its_own_remedy(tmp_path: Path) -> None:

@@ -61,6 +61,16 @@ def test_pipe_holds_nobody_up(machine: Path) -> None:
     assert read(machine) == Remains()
 
 
+def test_what_cannot_be_read_hides_nothing_else_and_costs_no_descriptor(machine: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    for name in ("a.lock", "z.lock"):
+        (machine.parent / name).touch()
+    (machine / RECORD).mkdir()
+    (machine / CONSOLE).write_text("kernel panic")
+    assert read(machine) == Remains(None, "kernel panic")
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_only_the_last_of_a_huge_console_is_read(machine: Path) -> None:
     with (machine / CONSOLE).open("wb") as file:
         file.truncate(1 << 40)

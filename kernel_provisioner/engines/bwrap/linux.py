@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 
 from kernel_provisioner.engines.base import ProcessIdentity
-from kernel_provisioner.processes import is_running
+from kernel_provisioner.processes import is_running, open_pidfd
 
 CLONE_NEWNS = 0x00020000
 MS_NOSUID = 0x2
@@ -177,9 +177,8 @@ def open_identity(identity: ProcessIdentity) -> int | None:
     The start time is compared after the pidfd exists: from then on the number cannot be reused
     without the pidfd saying so.
     """
-    try:
-        fd = os.pidfd_open(identity.pid)
-    except (ProcessLookupError, PermissionError, ValueError):
+    fd = open_pidfd(identity.pid)
+    if fd is None:
         return None
     if is_running(identity):
         return fd

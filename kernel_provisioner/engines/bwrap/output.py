@@ -10,6 +10,7 @@ import asyncio
 import os
 
 from kernel_provisioner.errors import HostRefused, StartFailed
+from kernel_provisioner.plaintext import quoted
 
 KEPT = 65536
 _PAUSE_S = 0.05
@@ -96,7 +97,7 @@ class OutputTail:
 
 def explain(printed: str, how: str, phase: str) -> StartFailed:
     """Return the error of a failed start: a known cause with its remedy, else what was printed."""
-    tail = printed.strip()[-_QUOTED:]
+    tail = quoted(printed.strip(), _QUOTED)
     for signs, cause, remedy in _KNOWN:
         if any(sign in printed for sign in signs):
             return StartFailed(f"{cause} bwrap said: {tail}", remedy=remedy, phase=phase)
@@ -106,6 +107,7 @@ def explain(printed: str, how: str, phase: str) -> StartFailed:
 
 def refused_by(message: str, phase: str) -> HostRefused | StartFailed:
     """Return the error for a step that the launcher could not do."""
+    message = quoted(message, _QUOTED)
     if phase in ("stage", "drop privileges"):
         return HostRefused(
             f"as root, the launcher failed: {message}.",

@@ -12,9 +12,15 @@ from typing import Any
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.engines.smolvm.monitor import Remains
 from kernel_provisioner.errors import BackIntelError, EngineUnavailable, HostRefused, StartFailed
+from kernel_provisioner.plaintext import quoted
 
 _QUOTED = 600
 
+_QUOTE = "guest console:"
+_ENDED = "before the agent was ready"
+_GIVE_NESTED = (
+    f"on a nested host give the outer machine nested virtualization; otherwise {CHOOSE_WEAKER}"
+)
 _KNOWN: tuple[tuple[tuple[str, ...], type[BackIntelError], str, str, str], ...] = (
     (
         ("kvm permission denied",),
@@ -36,7 +42,7 @@ _KNOWN: tuple[tuple[tuple[str, ...], type[BackIntelError], str, str, str], ...] 
         HostRefused,
         "boot",
         "the guest's kernel made no progress: this host's KVM cannot boot it, or is far too slow.",
-        f"on a nested host give the outer machine nested virtualization; otherwise {CHOOSE_WEAKER}",
+        _GIVE_NESTED,
     ),
     (
         ("Too many open files", "EMFILE"),
@@ -69,18 +75,28 @@ def explain(printed: str, left: Remains, how: str, phase: str) -> BackIntelError
     ``printed`` is the program's own output, ``left`` what its monitor left, ``how`` what was seen
     from outside.
     """
-    said = message_of(printed)
+    said = quoted(message_of(printed), _QUOTED)
     record = _describe(left.record)
-    shown = " ".join(part for part in (said[-_QUOTED:], record) if part)
+    shown = " ".join(part for part in (said, record) if part)
     told = f" It said: {shown}" if shown else ""
+    # What it quotes of the guest's console is no word of its own.
+    own, quote, _ = printed.partition(_QUOTE)
     for signs, kind, known_phase, cause, remedy in _KNOWN:
-        if any(sign in printed for sign in signs):
+        if any(sign in own for sign in signs):
             return kind(f"{cause}{told}", remedy=remedy, phase=known_phase)
+    if _ENDED in printed and not quote and not left.console.strip():
+        # Where KVM cannot run the guest, its monitor gives up in one way or the other.
+        return HostRefused(
+            f"the guest's kernel ended without a word: this host's KVM cannot boot it.{told}",
+            remedy=_GIVE_NESTED,
+            phase="boot",
+        )
     # The program quotes only the console's beginning; why a guest ended stands at its end.
-    last = f" The guest's console ended with: {left.console[-_QUOTED:]}" if left.console else ""
+    last = quoted(left.console, _QUOTED)
+    last = f" The guest's console ended with: {last}" if last else ""
     return StartFailed(
         f"the microVM did not come up: {how}.{told}{last}",
-        remedy="see `backintel sandbox check --boot`.",
+        remedy=f"try again. If no microVM boots here, {CHOOSE_WEAKER}",
         phase=phase,
     )
 
@@ -102,6 +118,7 @@ def message_of(printed: str) -> str:
 def _describe(record: Mapping[str, Any] | None) -> str:
     if not record:
         return ""
-    cause = str(record.get("cause", "unknown"))[:80]
+    cause = quoted(str(record.get("cause", "unknown")), 80)
     code = record.get("exit_code")
-    return f"(the monitor's end: {cause}{'' if code is None else f', code {code}'})"
+    ended = f", code {code}" if isinstance(code, int) else ""
+    return f"(the monitor's end: {cause}{ended})"

@@ -33,6 +33,7 @@ from kernel_provisioner.engines.leftovers import remove_directory
 from kernel_provisioner.engines.smolvm import attestation, connection, failures, live, monitor
 from kernel_provisioner.engines.smolvm.workspace import Places
 from kernel_provisioner.errors import AttestationFailed, BackIntelError, StartFailed
+from kernel_provisioner.plaintext import quoted
 
 KILL_ANSWER_S = 1.0
 """How long the agent has to end the kernel before the machine is ended instead."""
@@ -173,8 +174,9 @@ class SmolvmGuest:
         held = self._held
         held.output.drain()
         if self._printed:
+            printed = quoted(self._printed, 1500)
             return StartFailed(
-                f"the guest did not come up: {how}. It printed: {self._printed[-1500:]}",
+                f"the guest did not come up: {quoted(how, 500)}. It printed: {printed}",
                 phase=phase,
             )
         left = monitor.remains(held.places.directory)

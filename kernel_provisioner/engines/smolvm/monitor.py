@@ -21,7 +21,7 @@ from kernel_provisioner.processes import identify, is_running
 
 _ROLE = b"_boot-vm"
 _MACHINES = ("state", ".cache", "smolvm", "vms")
-_MOST_MACHINES = 4
+_MOST_MACHINES = 16
 _MOST_READ = 65536
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK
 _SECCOMP_FILTER = "2"
@@ -97,13 +97,16 @@ def remains(directory: Path) -> Remains:
             for name in (str(directory), *_MACHINES):
                 place = os.open(name, _DIRECTORY, dir_fd=place)
                 opened.callback(os.close, place)
-            for name in itertools.islice(sorted(os.listdir(place)), _MOST_MACHINES):
+            entries = opened.enter_context(os.scandir(place))
+            names = [entry.name for entry in itertools.islice(entries, _MOST_MACHINES)]
+        except OSError:
+            return Remains()
+        for name in names:
+            with contextlib.suppress(OSError):
                 machine = os.open(name, _DIRECTORY, dir_fd=place)
                 opened.callback(os.close, machine)
                 record = record or _record(_read(machine, "vmm-exit.json"))
                 console = console or _read(machine, "agent-console.log").decode(errors="replace")
-        except OSError:
-            pass
     return Remains(record, console)
 
 
@@ -113,12 +116,15 @@ def _read(directory: int, name: str) -> bytes:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     except OSError:
         return b""
-    with open(fd, "rb") as file:
+    try:
         told = os.fstat(fd)
         if not stat.S_ISREG(told.st_mode):
             return b""
-        file.seek(max(0, told.st_size - _MOST_READ))
-        return file.read(_MOST_READ)
+        return os.pread(fd, _MOST_READ, max(0, told.st_size - _MOST_READ))
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
 
 
 def _record(data: bytes) -> Mapping[str, Any] | None:
