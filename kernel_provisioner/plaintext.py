@@ -27,4 +27,4 @@ def quoted(text: str, limit: int) -> str:
     So a message that quotes it stays one line of a log or of a table, whatever was printed.
     """
     lines = printable(text[-limit:], limit).splitlines()
-    return " | ".join(line.strip() for line in lines if line.strip())
+    return " | ".join(line.strip() for line in lines if line.strip())[-limit:]
