@@ -52,6 +52,8 @@ class Record:
     leftovers: Leftovers = field(default_factory=Leftovers)
     export_dir: Path | None = None
     """Where artifacts are being published: a killed publication leaves its staging there."""
+    run_dir: Path | None = None
+    """The output directory of the run that owns the session: killed, it leaves its claim there."""
 
 
 def write_record(dirs: StateDirs, record: Record) -> None:
@@ -71,6 +73,7 @@ def write_record(dirs: StateDirs, record: Record) -> None:
         "cgroups": [str(path) for path in record.leftovers.cgroups],
         "directories": [str(path) for path in record.leftovers.directories],
         "export_dir": str(record.export_dir) if record.export_dir else None,
+        "run_dir": str(record.run_dir) if record.run_dir else None,
     }
     write_json(dirs.sessions / f"{record.session}.json", data)
 
@@ -121,6 +124,7 @@ def read_record(path: Path) -> Record | None:
                 tuple(map(Path, data["directories"])),
             ),
             export_dir=Path(data["export_dir"]) if data.get("export_dir") else None,
+            run_dir=Path(data["run_dir"]) if data.get("run_dir") else None,
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -242,6 +246,10 @@ def _clean(dirs: StateDirs, record: Record) -> list[str]:
         from kernel_provisioner.artifacts.publish import remove_abandoned
 
         failures += remove_abandoned(record.export_dir)
+    if record.run_dir is not None:
+        from kernel_provisioner import outdir
+
+        failures += outdir.remove_abandoned(record.run_dir)
     if not is_ours:
         return [*failures, f"{place} is not a place of ours; left alone"]
     try:

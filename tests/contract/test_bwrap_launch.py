@@ -100,6 +100,7 @@ def _request(dirs: StateDirs, session: str) -> Mapping[str, object]:
         "socket_dir": str(dirs.runtime / session),
         "dirs": {name: str(getattr(dirs, name)) for name in ("data", "state", "runtime")},
         "started_at": time.monotonic(),
+        "run_dir": None,
     }
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from kernel_provisioner import outdir
 from kernel_provisioner.artifacts.publish import STAGING_PREFIX
 from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
-from kernel_provisioner.errors import StartFailed
+from kernel_provisioner.errors import OutputRefused, StartFailed
 from kernel_provisioner.paths import StateDirs
 from kernel_provisioner.processes import boot_id, identify, is_running, kill_and_wait
 from kernel_provisioner.records import (
@@ -65,6 +66,8 @@ GONE = ProcessIdentity(os.getpid(), 1)  # right number, wrong start time
 
 def test_a_record_survives_the_file(dirs: StateDirs) -> None:
     made = record(dirs, GONE, Leftovers((GONE,), (Path("/sys/fs/cgroup/x"),), (Path("/y"),)))
+    made = replace(made, export_dir=Path("/e"), run_dir=Path("/r"))
+    write_record(dirs, made)
     assert read_record(dirs.sessions / f"{made.session}.json") == made
 
 
@@ -83,6 +86,27 @@ def test_a_zombie_counts_as_gone() -> None:
     assert identify(process.pid) is None
     assert not is_running(identity)
     process.wait()
+
+
+def test_sweep_frees_the_directory_of_a_killed_run(dirs: StateDirs, tmp_path: Path) -> None:
+    made = replace(record(dirs, GONE, Leftovers()), run_dir=tmp_path / "out")
+    # As a killed run leaves it: with no lock.
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".backintel-run").touch()
+    write_record(dirs, made)
+    assert sweep(dirs) == [f"session {made.session}: removed what its supervisor left"]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_sweep_leaves_the_directory_of_a_run_that_lives_alone(
+    dirs: StateDirs, tmp_path: Path
+) -> None:
+    claimed = outdir.claim(tmp_path / "out")
+    write_record(dirs, replace(record(dirs, GONE, Leftovers()), run_dir=claimed.path))
+    sweep(dirs)
+    with pytest.raises(OutputRefused, match="another run uses"):
+        outdir.claim(claimed.path)
+    claimed.release()
 
 
 def test_sweep_leaves_a_live_session_alone(
