@@ -200,18 +200,26 @@ def remove_record(dirs: StateDirs, session: str) -> None:
         (dirs.sessions / f"{session}.json").unlink()
 
 
-def sweep(dirs: StateDirs) -> list[str]:
-    """Remove what dead sessions left; return one line for each session and each failure.
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep did: a line for each session that is gone, and for each thing that is not."""
+
+    done: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+def sweep(dirs: StateDirs) -> Swept:
+    """Remove what dead sessions left; tell what was removed, and what was not and why.
 
     Touches nothing of a live session. Safe to run at any time and by several processes at once.
     Never raises: what fails is reported, and tried again by the next sweep.
     """
-    lines: list[str] = []
+    swept = Swept()
     for path in _paths(dirs):
         record = read_record(path)
         if record is None:
             if path.is_symlink() or path.exists():
-                lines.append(f"{path} is no session record; left alone")
+                swept.left.append(f"{path} is no session record; left alone")
             continue
         if is_live(record):
             continue
@@ -223,10 +231,11 @@ def sweep(dirs: StateDirs) -> list[str]:
         except OSError as error:
             failures = [f"{error.filename}: {error.strerror}"]
         if failures:
-            lines += [f"session {record.session}: {failure}" for failure in failures]
+            swept.left.extend(f"session {record.session}: {failure}" for failure in failures)
         else:
-            lines.append(f"session {record.session}: removed what its supervisor left")
-    return lines + _remove_staged(dirs.sessions) + _remove_staged(dirs.receipts)
+            swept.done.append(f"session {record.session}: removed what its supervisor left")
+    swept.left.extend(_remove_staged(dirs.sessions) + _remove_staged(dirs.receipts))
+    return swept
 
 
 def _clean(dirs: StateDirs, record: Record) -> list[str]:

@@ -168,14 +168,18 @@ def check(options: argparse.Namespace) -> int:
 
 
 def collect(options: argparse.Namespace) -> int:
-    """Remove what sessions left whose supervisor was killed."""
+    """Remove what sessions left whose supervisor was killed; status 3 if something is left."""
     from kernel_provisioner.records import sweep
 
-    lines = sweep(state_dirs())
+    swept = sweep(state_dirs())
     if options.json:
-        emit({"schema": "backintel.gc/1", "done": lines})
+        emit({"schema": "backintel.gc/1", "done": swept.done, "left": swept.left})
     else:
+        lines = [*swept.done, *(f"NOT REMOVED  {line}" for line in swept.left)]
         print("\n".join(lines) or "nothing was left behind.")
+    if swept.left:
+        say(f"backintel: {len(swept.left)} not removed; mend the reason and run this again.")
+        return EXIT_INFRASTRUCTURE
     return EXIT_DONE
 
 
