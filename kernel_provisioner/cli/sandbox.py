@@ -36,8 +36,9 @@ def prepare(options: argparse.Namespace) -> int:
     What one engine lacks is told, and ends nothing as long as another one can run. What is wrong
     whatever the engine (configuration, image, a held lock, a deadline) ends it at once.
     """
-    from kernel_provisioner.images.store import ImageStore
+    from kernel_provisioner.images.store import ImageStore, check_choice
 
+    check_choice(options.image_archive, options.image_sha256)
     dirs = state_dirs()
     standing = standing_engine(os.environ)
     # Before minutes of building: where no engine can work an image is useless.

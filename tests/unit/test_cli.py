@@ -453,6 +453,31 @@ def test_prepare_names_what_refuses_the_default_engine_in_json(
     assert report["default_engine"]["refusal"]["code"] == "engine_unavailable"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--image-sha256", "zz"], "'zz' is not a sha256 digest"),
+        (["--image-sha256", ""], "'' is not a sha256 digest"),
+        (["--image-archive", "/nope"], "/nope cannot be opened"),
+        (["--image-archive", "/"], "/ is not a file"),
+    ],
+)
+def test_prepare_refuses_wrong_words_before_anything_is_prepared(
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(sandbox, "_prepare_engines", lambda dirs: prepared.append("engines") or {})
+    assert main(["sandbox", "prepare", "--json", *words]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["error"]["code"] == "usage"
+    assert said in report["error"]["message"]
+    assert report["error"]["remedy"]
+    assert not prepared and not state_dirs().image.exists()
+
+
 def test_prepare_exits_3_when_no_engine_is_left(
     stand_ins: Callable[..., StandInBoots], capsys: pytest.CaptureFixture[str]
 ) -> None:
