@@ -110,6 +110,24 @@ def test_wrong_usage_is_status_2_and_one_line(
     assert "--help" in message
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["run", ""], "NOTEBOOK"),
+        (["run", "n.ipynb", "--out", ""], "--out"),
+        (["export", "0123456789abcdef", "--out="], "--out"),
+        (["sandbox", "prepare", "--image-archive", ""], "--image-archive"),
+        (["kernel", "install", "--name", ""], "--name"),
+        (["kernel", "install", "--prefix", ""], "--prefix"),
+        (["kernel", "uninstall", "--name", ""], "--name"),
+    ],
+)
+def test_an_empty_word_is_wrong_usage(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"argument {option}: it is empty. Remedy: " in _refused(words, capsys)
+
+
 def test_an_error_is_json_when_json_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "/nowhere.ipynb", "--json"]) == 2
     captured = capsys.readouterr()
