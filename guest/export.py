@@ -22,13 +22,14 @@ MAX_NAME = 2048
 """Bytes of a listed name; what is longer is cut, and still too long to leave."""
 _RECORD = struct.Struct(">cQdH")
 _CHUNK = 1 << 18
+SOCKET = b"Y"
+"""Vendor type, for tar has none for sockets."""
 _TYPES = {
     stat.S_IFLNK: tarfile.SYMTYPE,
     stat.S_IFIFO: tarfile.FIFOTYPE,
     stat.S_IFCHR: tarfile.CHRTYPE,
     stat.S_IFBLK: tarfile.BLKTYPE,
-    # tar has no sockets; a FIFO is refused by the same rule.
-    stat.S_IFSOCK: tarfile.FIFOTYPE,
+    stat.S_IFSOCK: SOCKET,
 }
 _BENEATH = os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -104,9 +104,13 @@ def parse(data: bytes, name: str) -> Any:
         nbformat.validate(notebook)
     except Exception as error:
         # Conversion and validation of hostile content may raise nearly anything.
-        detail = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+        lines = str(error).splitlines()
+        detail = lines[0][:200].rstrip(" .:") if lines else type(error).__name__
+        # A missing key or attribute is all that some say.
+        if lines and (name := detail.strip("'")).isidentifier():
+            detail = f"it has no {name!r} where one belongs"
         raise UsageError(
-            f"{shown} is not a valid notebook: {detail}",
+            f"{shown} is not a valid notebook: {detail}.",
             remedy="open it in JupyterLab and save it again.",
         ) from None
     if len(notebook.cells) > MAX_CELLS:

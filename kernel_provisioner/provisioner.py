@@ -65,6 +65,8 @@ class SandboxKernelManager(AsyncKernelManager):
 
     command_line: Mapping[str, Any]
     on_phase: Callable[[str, float], None] | None
+    run_dir: Path | None
+    """The directory that this process claimed for a run."""
 
     def __init__(
         self,
@@ -72,12 +74,14 @@ class SandboxKernelManager(AsyncKernelManager):
         command_line: Mapping[str, Any],
         default_profile: str,
         on_phase: Callable[[str, float], None] | None = None,
+        run_dir: Path | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.command_line = command_line
         self.default_profile = default_profile
         self.on_phase = on_phase
+        self.run_dir = run_dir
         self._kernel_spec = KernelSpec(
             argv=["python3", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
             display_name="BackIntel sandbox",
@@ -354,6 +358,7 @@ class SandboxProvisioner(KernelProvisionerBase):
     def _request(self, previous: str | None) -> dict[str, Any]:
         assert self.settings is not None
         manager: Any = self.parent
+        run_dir = getattr(manager, "run_dir", None)
         return {
             "v": wire.VERSION,
             "op": "start",
@@ -377,6 +382,7 @@ class SandboxProvisioner(KernelProvisionerBase):
                 "runtime": str(self._dirs.runtime),
             },
             "started_at": self._clock_started,
+            "run_dir": None if run_dir is None else str(run_dir),
         }
 
     async def _wait_ready(self, supervision: Supervision) -> None:

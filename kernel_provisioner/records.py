@@ -52,6 +52,8 @@ class Record:
     leftovers: Leftovers = field(default_factory=Leftovers)
     export_dir: Path | None = None
     """Where artifacts are being published: a killed publication leaves its staging there."""
+    run_dir: Path | None = None
+    """The output directory of the run that owns the session: killed, it leaves its claim there."""
 
 
 def write_record(dirs: StateDirs, record: Record) -> None:
@@ -71,6 +73,7 @@ def write_record(dirs: StateDirs, record: Record) -> None:
         "cgroups": [str(path) for path in record.leftovers.cgroups],
         "directories": [str(path) for path in record.leftovers.directories],
         "export_dir": str(record.export_dir) if record.export_dir else None,
+        "run_dir": str(record.run_dir) if record.run_dir else None,
     }
     write_json(dirs.sessions / f"{record.session}.json", data)
 
@@ -121,6 +124,7 @@ def read_record(path: Path) -> Record | None:
                 tuple(map(Path, data["directories"])),
             ),
             export_dir=Path(data["export_dir"]) if data.get("export_dir") else None,
+            run_dir=Path(data["run_dir"]) if data.get("run_dir") else None,
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -196,18 +200,26 @@ def remove_record(dirs: StateDirs, session: str) -> None:
         (dirs.sessions / f"{session}.json").unlink()
 
 
-def sweep(dirs: StateDirs) -> list[str]:
-    """Remove what dead sessions left; return one line for each session and each failure.
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep did: a line for each session that is gone, and for each thing that is not."""
+
+    done: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+def sweep(dirs: StateDirs) -> Swept:
+    """Remove what dead sessions left; tell what was removed, and what was not and why.
 
     Touches nothing of a live session. Safe to run at any time and by several processes at once.
     Never raises: what fails is reported, and tried again by the next sweep.
     """
-    lines: list[str] = []
+    swept = Swept()
     for path in _paths(dirs):
         record = read_record(path)
         if record is None:
             if path.is_symlink() or path.exists():
-                lines.append(f"{path} is no session record; left alone")
+                swept.left.append(f"{path} is no session record; left alone")
             continue
         if is_live(record):
             continue
@@ -219,10 +231,11 @@ def sweep(dirs: StateDirs) -> list[str]:
         except OSError as error:
             failures = [f"{error.filename}: {error.strerror}"]
         if failures:
-            lines += [f"session {record.session}: {failure}" for failure in failures]
+            swept.left.extend(f"session {record.session}: {failure}" for failure in failures)
         else:
-            lines.append(f"session {record.session}: removed what its supervisor left")
-    return lines + _remove_staged(dirs.sessions) + _remove_staged(dirs.receipts)
+            swept.done.append(f"session {record.session}: removed what its supervisor left")
+    swept.left.extend(_remove_staged(dirs.sessions) + _remove_staged(dirs.receipts))
+    return swept
 
 
 def _clean(dirs: StateDirs, record: Record) -> list[str]:
@@ -242,6 +255,10 @@ def _clean(dirs: StateDirs, record: Record) -> list[str]:
         from kernel_provisioner.artifacts.publish import remove_abandoned
 
         failures += remove_abandoned(record.export_dir)
+    if record.run_dir is not None:
+        from kernel_provisioner import outdir
+
+        failures += outdir.remove_abandoned(record.run_dir)
     if not is_ours:
         return [*failures, f"{place} is not a place of ours; left alone"]
     try:

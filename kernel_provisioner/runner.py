@@ -41,7 +41,6 @@ from kernel_provisioner.runmodel import EXIT_HANGUP, Progress, RunRequest, RunRe
 
 DEFAULT_PROFILE = "analysis"
 _SHUTDOWN_S = 30.0
-_STAGED = ".unchecked"
 _RECEIPT = "receipt.json"
 _STATUSES = {
     signal.SIGINT: EXIT_INTERRUPTED,
@@ -149,6 +148,7 @@ class _Run:
             command_line=dict(self.request.settings),
             default_profile=DEFAULT_PROFILE,
             on_phase=self._phase,
+            run_dir=out.path,
             log=log,
         )
         self.driver = Driver(
@@ -174,7 +174,7 @@ class _Run:
             except Exception as error:
                 failure = failure or error
             self.progress.over()
-            shutil.rmtree(out.path / _STAGED, ignore_errors=True)
+            shutil.rmtree(out.path / outdir.STAGED, ignore_errors=True)
         receipt = self._receipt()
         if failure is not None:
             if receipt is None and self.result.session is None:
@@ -210,7 +210,7 @@ class _Run:
 
     async def _publish(self, out: outdir.OutDir) -> None:
         """Export beside the place, check what the notebook requires, then move into place."""
-        staged = out.path / _STAGED / "artifacts"
+        staged = out.path / outdir.STAGED / "artifacts"
         with _as_refusal("staged"):
             staged.parent.mkdir(mode=0o700)
         try:

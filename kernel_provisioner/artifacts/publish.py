@@ -9,7 +9,6 @@ once its lock shows that no process is at work in it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -31,6 +30,7 @@ from kernel_provisioner.artifacts.tarstream import (
     shown,
 )
 from kernel_provisioner.errors import ExportRefused, OutputRefused
+from kernel_provisioner.locks import is_entry, try_lock
 
 STAGING_PREFIX = ".backintel-export-"
 _STAGING_NAME = re.compile(re.escape(STAGING_PREFIX) + r"[0-9a-f]{32}")
@@ -39,8 +39,8 @@ _TREE = "tree"
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Some file systems have no fsync of directories, and NFS no flock of them.
-_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOLCK, errno.ENOSYS}
+# Some file systems have no fsync of directories.
+_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _new_staging(parent: int, destination: Path) -> tuple[str, int]:
             fd = os.open(name, _DIR_FLAGS, dir_fd=parent)
         except FileNotFoundError:
             continue
-        if _lock(fd) is not False and _is_entry(parent, name, fd):
+        if try_lock(fd) is not False and is_entry(name, fd, dir_fd=parent):
             return name, fd
         os.close(fd)
     raise ExportRefused(
@@ -208,28 +208,6 @@ def _new_staging(parent: int, destination: Path) -> tuple[str, int]:
         "published.",
         remedy="run again.",
     )
-
-
-def _lock(fd: int) -> bool | None:
-    """Take the directory's lock: True, False if another process has it, None if impossible."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _UNSUPPORTED:
-            return None
-        raise
-    return True
-
-
-def _is_entry(parent: int, name: str, fd: int) -> bool:
-    try:
-        info = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    held = os.fstat(fd)
-    return (info.st_dev, info.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _write_record(staging: int, name: str) -> None:
@@ -264,7 +242,12 @@ def _sweep(parent: int) -> list[str]:
             try:
                 info = os.fstat(fd)
                 ours = info.st_uid == os.geteuid() and not info.st_mode & 0o077
-                if ours and _lock(fd) and _is_entry(parent, name, fd) and _recorded(fd, name):
+                if (
+                    ours
+                    and try_lock(fd)
+                    and is_entry(name, fd, dir_fd=parent)
+                    and _recorded(fd, name)
+                ):
                     try:
                         shutil.rmtree(name, dir_fd=parent)
                     except OSError as error:

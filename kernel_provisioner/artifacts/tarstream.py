@@ -45,10 +45,13 @@ _TYPES = {
     b"S": "a sparse file",
     b"K": "a link",
     b"U": "unreadable by its mode",
+    b"Y": "a socket",
     b"g": "a global header",
 }
+_CHARSET = "hdrcharset"
 _PAX_KEYS = frozenset(
     {"path", "size", "mtime", "atime", "ctime", "uid", "gid", "uname", "gname", "comment"}
+    | {_CHARSET}
 )
 # Not category Cc, but they reorder or break the line that a name is shown on.
 _REORDERING = frozenset(
@@ -372,6 +375,8 @@ def _pax(body: bytes, name: bytes, size: int) -> tuple[bytes, int]:
         key = key_bytes.decode("utf-8", "replace")
         if key.startswith("GNU.sparse"):
             raise _refused(name, "is a sparse file, not a regular file")
+        if key == "linkpath":
+            raise _refused(name, "is a link, not a regular file")
         if key not in _PAX_KEYS or key in seen:
             raise _refused(name, f"has the pax key {shown(key)}, which is not accepted here")
         seen.add(key)
@@ -382,6 +387,10 @@ def _pax(body: bytes, name: bytes, size: int) -> tuple[bytes, int]:
                 raise _refused(name, "has a size that is not a number")
             size = int(value)
         body = body[length:]
+    if _CHARSET in seen:
+        # What tar programs write for a name that is not UTF-8, which is the reason to tell.
+        split_name(name)
+        raise _refused(name, f"has the pax key {_CHARSET!r}, which is not accepted here")
     return name, size
 
 

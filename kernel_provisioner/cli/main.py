@@ -55,6 +55,18 @@ def build_parser() -> _Parser:
     return parser
 
 
+def _text(word: str) -> str:
+    """Refuse an empty word, which is rather a variable that was not set than what is meant."""
+    if not word:
+        raise argparse.ArgumentTypeError("it is empty")
+    return word
+
+
+def _path(word: str) -> Path:
+    # Path("") would be the current directory.
+    return Path(_text(word))
+
+
 Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
 
@@ -81,11 +93,11 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(commands: Commands) -> None:
     run = _leaf(commands, "run", "run.run", "run a notebook in a sandbox and publish its artifacts")
-    run.add_argument("notebook", type=Path, metavar="NOTEBOOK")
+    run.add_argument("notebook", type=_path, metavar="NOTEBOOK")
     run.add_argument("--engine", metavar="ENGINE", help="smolvm (unless stated), bwrap, or auto")
     run.add_argument("--profile", metavar="P", help="limits: analysis (default), large, ...")
     _add_sources(run)
-    run.add_argument("--out", type=Path, metavar="DIR", help="a new or empty directory")
+    run.add_argument("--out", type=_path, metavar="DIR", help="a new or empty directory")
     run.add_argument("--cell-deadline", type=float, metavar="S", help="seconds a cell may run")
     run.add_argument("--run-deadline", type=float, metavar="S", help="seconds all of it may take")
     run.add_argument(
@@ -104,7 +116,7 @@ def _add_export(commands: Commands) -> None:
     )
     export.add_argument("session", metavar="SESSION", help="as `backintel sessions` shows it")
     export.add_argument(
-        "--out", type=Path, metavar="DIR", required=True, help="a new or empty directory"
+        "--out", type=_path, metavar="DIR", required=True, help="a new or empty directory"
     )
     _add_json(export)
 
@@ -122,7 +134,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
 def _add_sandbox(commands: Commands) -> None:
     group = _group(commands, "sandbox", "prepare and check what sandboxes are made of")
     prepare = _leaf(group, "prepare", "sandbox.prepare", "make the image and prove that it boots")
-    prepare.add_argument("--image-archive", type=Path, metavar="F", help="docker save or OCI file")
+    prepare.add_argument("--image-archive", type=_path, metavar="F", help="docker save or OCI file")
     prepare.add_argument("--image-sha256", metavar="H", help="refuse an image of another digest")
     _add_json(prepare)
     check = _leaf(group, "check", "sandbox.check", "check this host, engine and image")
@@ -151,8 +163,10 @@ def _add_location(parser: argparse.ArgumentParser) -> None:
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--user", action="store_true", help="for this user")
     place.add_argument("--sys-prefix", action="store_true", help="in this Python environment")
-    place.add_argument("--prefix", type=Path, metavar="P", help="below this prefix")
-    parser.add_argument("--name", metavar="N", help="kernel name, by default backintel-sandbox")
+    place.add_argument("--prefix", type=_path, metavar="P", help="below this prefix")
+    parser.add_argument(
+        "--name", type=_text, metavar="N", help="kernel name, by default backintel-sandbox"
+    )
 
 
 def _handler(dotted: str) -> Callable[[argparse.Namespace], int]:

@@ -36,8 +36,9 @@ def prepare(options: argparse.Namespace) -> int:
     What one engine lacks is told, and ends nothing as long as another one can run. What is wrong
     whatever the engine (configuration, image, a held lock, a deadline) ends it at once.
     """
-    from kernel_provisioner.images.store import ImageStore
+    from kernel_provisioner.images.store import ImageStore, check_choice
 
+    check_choice(options.image_archive, options.image_sha256)
     dirs = state_dirs()
     standing = standing_engine(os.environ)
     # Before minutes of building: where no engine can work an image is useless.
@@ -168,14 +169,18 @@ def check(options: argparse.Namespace) -> int:
 
 
 def collect(options: argparse.Namespace) -> int:
-    """Remove what sessions left whose supervisor was killed."""
+    """Remove what sessions left whose supervisor was killed; status 3 if something is left."""
     from kernel_provisioner.records import sweep
 
-    lines = sweep(state_dirs())
+    swept = sweep(state_dirs())
     if options.json:
-        emit({"schema": "backintel.gc/1", "done": lines})
+        emit({"schema": "backintel.gc/1", "done": swept.done, "left": swept.left})
     else:
+        lines = [*swept.done, *(f"NOT REMOVED  {line}" for line in swept.left)]
         print("\n".join(lines) or "nothing was left behind.")
+    if swept.left:
+        say(f"backintel: {len(swept.left)} not removed; mend the reason and run this again.")
+        return EXIT_INFRASTRUCTURE
     return EXIT_DONE
 
 

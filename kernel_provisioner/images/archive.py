@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from kernel_provisioner.errors import ImageInvalid, PrepareFailed
+from kernel_provisioner.errors import ImageInvalid, PrepareFailed, UsageError
 from kernel_provisioner.images import tree
 from kernel_provisioner.images.digest import check_links, walk
 from kernel_provisioner.images.extract import (
@@ -71,7 +71,8 @@ def import_archive(
     """Unpack the image of ``archive`` as ``root`` (which must not exist) for machine ``arch``.
 
     ``staging`` gives scratch space for the archive's blobs. Raises PrepareFailed, which names the
-    entry or the blob, and ImageInvalid for links that leave the image.
+    entry or the blob, UsageError if there is no such file, and ImageInvalid for links that leave
+    the image.
     """
     with steps.step(f"reading {archive.name}"):
         files = _unpack_outer(steps, archive, staging / "archive")
@@ -94,17 +95,17 @@ def import_archive(
 
 
 def open_archive(archive: Path) -> io.BufferedReader:
-    """Open an archive for reading. Raises PrepareFailed if it is missing or not a plain file."""
+    """Open an archive for reading. Raises UsageError if it is missing or not a plain file."""
     try:
         fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise PrepareFailed(
+        raise UsageError(
             f"the image archive {archive} cannot be opened ({error.strerror}).",
             remedy="give the path of a readable file.",
         ) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise PrepareFailed(f"the image archive {archive} is not a file.", remedy=REMEDY)
+        raise UsageError(f"the image archive {archive} is not a file.", remedy=REMEDY)
     return open(fd, "rb")
 
 

@@ -25,6 +25,7 @@ from kernel_provisioner.errors import (
     ImageMissing,
     LockTimeout,
     PrepareFailed,
+    UsageError,
 )
 from kernel_provisioner.images import archive, build, receipt, tree
 from kernel_provisioner.images.digest import tree_digest
@@ -72,7 +73,8 @@ class ImageStore:
         ``image_sha256`` demands a tree digest (``sha256:`` may be left out). ``deadline`` is a
         ``time.monotonic`` value. Interrupted anywhere, the old image stays current.
 
-        Raises PrepareFailed, LockTimeout, and ImageInvalid if the digest is not the demanded one.
+        Raises PrepareFailed, LockTimeout, ImageInvalid if the digest is not the demanded one, and
+        UsageError as ``check_choice`` does.
         """
         steps = Steps(progress, deadline)
         demanded = _demanded(image_sha256)
@@ -171,7 +173,7 @@ class ImageStore:
         return image
 
     def recipe(self, image_archive: Path | None) -> Recipe:
-        """Return what an image made now would be made from. Raises PrepareFailed (no archive)."""
+        """Return what an image made now would be made from. Raises UsageError (no archive)."""
         if image_archive is not None:
             with archive.open_archive(image_archive) as file:
                 return Recipe(hashlib.file_digest(file, "sha256").hexdigest(), "archive")
@@ -287,12 +289,22 @@ class ImageStore:
             os.close(fd)
 
 
+def check_choice(image_archive: Path | None, image_sha256: str | None) -> None:
+    """Refuse an archive that is no readable file and a digest that is none.
+
+    Raises UsageError.
+    """
+    _demanded(image_sha256)
+    if image_archive is not None:
+        archive.open_archive(image_archive).close()
+
+
 def _demanded(digest: str | None) -> str | None:
     if digest is None:
         return None
     value = digest.removeprefix("sha256:").lower()
     if len(value) != 64 or any(c not in "0123456789abcdef" for c in value):
-        raise PrepareFailed(
+        raise UsageError(
             f"{digest[:80]!r} is not a sha256 digest.",
             remedy="give the id that `backintel sandbox check` shows for the wanted image.",
         )

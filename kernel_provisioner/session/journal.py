@@ -43,6 +43,7 @@ class Journal:
             supervisor=me,
             socket_dir=start.socket_dir,
             created=time.time(),
+            run_dir=start.run_dir,
         )
         try:
             start.dirs.receipts.mkdir(mode=0o700, parents=True, exist_ok=True)

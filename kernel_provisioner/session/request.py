@@ -35,6 +35,8 @@ class Start:
     socket_dir: Path
     dirs: StateDirs
     started_at: float
+    run_dir: Path | None
+    """The directory that the owner claimed, where a run owns the session."""
 
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> Start:
@@ -55,6 +57,7 @@ class Start:
                 socket_dir=Path(message["socket_dir"]),
                 dirs=StateDirs(*(Path(message["dirs"][n]) for n in ("data", "state", "runtime"))),
                 started_at=float(message["started_at"]),
+                run_dir=None if message["run_dir"] is None else Path(message["run_dir"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StartFailed(f"the start request is malformed ({error}).") from None

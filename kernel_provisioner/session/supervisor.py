@@ -52,6 +52,7 @@ NOTICE_TIMEOUT_S = 2.0
 EXPORT_TIMEOUT_S = 60.0
 DESTROY_TIMEOUT_S = 5.0
 LINGER_S = 10.0
+OWNER_EXIT_S = 1.0
 """After an end that nobody asked for: how long clients get answers and exports are possible."""
 
 
@@ -407,6 +408,7 @@ class Supervisor:
         else:
             failures += await asyncio.to_thread(self._journal.remove_unclaimed)
         failures += self._journal.remove_staging()
+        failures += await self._forget_run()
         failures += remove_socket_dir(start.socket_dir)
         self._receipt.update(leftovers=failures)
         unsaved = None
@@ -421,6 +423,21 @@ class Supervisor:
         # What could not be stored is at least told.
         if not await self._control.send("gone", unsaved=unsaved):
             await self._control.send("gone", unsaved=None)
+
+    async def _forget_run(self) -> list[str]:
+        """Remove what a run left that was killed; one that lives has its directory locked."""
+        directory = self._start_request.run_dir
+        if directory is None:
+            return []
+        from kernel_provisioner.outdir import remove_abandoned
+
+        if self._owner_gone.is_set():
+            # Its control socket may be closed a moment before its lock is let go.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(OWNER_EXIT_S):
+                    while os.getppid() == self._control.owner:
+                        await asyncio.sleep(0.005)
+        return await asyncio.to_thread(remove_abandoned, directory)
 
     # -- life ----------------------------------------------------------------------------------
 

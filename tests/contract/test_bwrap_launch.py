@@ -21,7 +21,7 @@ from kernel_provisioner.engines.bwrap import cgroups, engine
 from kernel_provisioner.engines.bwrap.binary import verify_binary
 from kernel_provisioner.errors import StartFailed
 from kernel_provisioner.paths import StateDirs, state_dirs
-from kernel_provisioner.records import sweep
+from kernel_provisioner.records import Swept, sweep
 
 pytestmark = pytest.mark.sandbox
 
@@ -100,6 +100,7 @@ def _request(dirs: StateDirs, session: str) -> Mapping[str, object]:
         "socket_dir": str(dirs.runtime / session),
         "dirs": {name: str(getattr(dirs, name)) for name in ("data", "state", "runtime")},
         "started_at": time.monotonic(),
+        "run_dir": None,
     }
 
 
@@ -123,10 +124,10 @@ def test_what_an_abandoned_launch_could_not_remove_is_told_and_swept(tmp_path: P
         assert receipt["leftovers"] == [f"cgroup {group} could not be removed"]
         assert (group / "cgroup.procs").read_text() == ""
         assert not any(path.exists() for path in others)
-        assert f"session {session}: cgroup {group} could not be removed" in sweep(dirs)
+        assert f"session {session}: cgroup {group} could not be removed" in sweep(dirs).left
     finally:
         (group / "in-the-way").rmdir()
-    assert sweep(dirs) == [f"session {session}: removed what its supervisor left"]
+    assert sweep(dirs) == Swept([f"session {session}: removed what its supervisor left"])
     assert not group.exists()
     assert list(dirs.sessions.iterdir()) == []
 

@@ -18,6 +18,7 @@ from live_guest import LiveGuest, Starter, small, wait_gone
 from kernel_provisioner.artifacts.publish import publish
 from kernel_provisioner.artifacts.tarstream import ExportLimits
 from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
+from kernel_provisioner.engines.bwrap.export import SOCKET
 from kernel_provisioner.engines.leftovers import PREFIX, remove_leftovers
 from kernel_provisioner.errors import (
     AttestationFailed,
@@ -197,7 +198,7 @@ def test_artifacts_show_every_special_entry_as_what_it_is(start: Starter) -> Non
         "link.txt": (tarfile.SYMTYPE, "/etc/shadow"),
         "dir": (tarfile.SYMTYPE, "/etc"),
         "fifo.txt": (tarfile.FIFOTYPE, ""),
-        "sock.txt": (tarfile.FIFOTYPE, ""),
+        "sock.txt": (SOCKET, ""),
         "\udcff\n.txt": (tarfile.REGTYPE, ""),
     }
 

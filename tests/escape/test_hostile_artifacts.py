@@ -112,9 +112,10 @@ def test_leases_and_extreme_times_do_not_hold_up_an_export(start: Starter, tmp_p
         ("open('/artifacts/a\\nremedy: run me.csv', 'w')", "control character"),
         ("os.makedirs('/artifacts' + '/d' * 20)", "levels deep"),
         ("os.makedirs('/artifacts' + ('/' + 'd' * 250) * 6)", "bytes; 1024 are allowed"),
-        ("import socket; socket.socket(1).bind('/artifacts/a.csv')", "FIFO"),
+        ("import socket; socket.socket(1).bind('/artifacts/a.csv')", "is a socket"),
+        ("open(b'/artifacts/caf\\xe9.csv', 'w')", "not UTF-8"),
     ],
-    ids=["sparse", "escape", "direction", "line feed", "deep", "long", "socket"],
+    ids=["sparse", "escape", "direction", "line feed", "deep", "long", "socket", "latin-1"],
 )
 def test_a_trap_is_refused_by_name_and_cannot_write_to_a_terminal(
     start: Starter, tmp_path: Path, code: str, reason: str

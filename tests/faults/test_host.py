@@ -24,7 +24,7 @@ from kernel_provisioner.errors import HostRefused, StartFailed
 from kernel_provisioner.paths import StateDirs
 from kernel_provisioner.processes import identify, is_running
 from kernel_provisioner.provisioner import SandboxKernelManager
-from kernel_provisioner.records import live_sessions, sweep
+from kernel_provisioner.records import Swept, live_sessions, sweep
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.filterwarnings("default")]
 
@@ -96,10 +96,10 @@ def test_a_sweep_that_cannot_write_a_receipt_keeps_the_record_and_goes_on(lab: L
     trial.strike("busy", Victim.SUPERVISOR, Victim.CLIENT)
     trial.wait_for_processes()
     with read_only(lab.dirs.receipts):
-        (line,) = sweep(lab.dirs)
+        (line,) = sweep(lab.dirs).left
         assert "Read-only" in line or "denied" in line
         assert len(observe.entries(lab.dirs.sessions)) == 1
-    (line,) = sweep(lab.dirs)
+    (line,) = sweep(lab.dirs).done
     assert line.endswith("removed what its supervisor left")
     trial.close()
 
@@ -142,7 +142,7 @@ def test_a_full_disk_refuses_a_start_and_ends_a_session_with_its_receipt_told(
         assert provisioner.receipt is not None
         assert provisioner.receipt["ended"]["reason"] == "Shutdown"
         ballast.unlink()
-        assert sweep(small_disk) == []
+        assert sweep(small_disk) == Swept()
         assert not observe.entries(small_disk.sessions)
         async with sandbox(profile="tiny") as box:
             assert (await box.run("print(1)")).text == "1\n"
@@ -238,7 +238,9 @@ def test_two_sweeps_at_once(lab: Lab, dirs: StateDirs) -> None:
     for process in sweeps:
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 0
-        lines += json.loads(output)["done"]
+        printed = json.loads(output)
+        assert printed["left"] == []
+        lines += printed["done"]
     assert all(line.endswith("removed what its supervisor left") for line in lines)
     assert {line.split()[1].rstrip(":") for line in lines} == sessions
     assert not [path for path in sockets | groups if path.exists()]

@@ -25,7 +25,7 @@ from kernel_provisioner.engines.base import ProcessIdentity
 from kernel_provisioner.errors import ENDS, Reason
 from kernel_provisioner.paths import StateDirs
 from kernel_provisioner.processes import identify, is_running, kill_and_wait
-from kernel_provisioner.records import read_record, sweep
+from kernel_provisioner.records import Swept, read_record, sweep
 
 NO_PROCESS_AFTER_S = 2.0
 CLIENT_BOUND_S = 10.0
@@ -322,8 +322,7 @@ class Trial:
             kill_and_wait(process, NO_PROCESS_AFTER_S)
         self._look()
         recorded = set(self._recorded)
-        lines = sweep(lab.dirs)
-        wrong += [line for line in lines if not line.endswith("removed what its supervisor left")]
+        wrong += sweep(lab.dirs).left
         left = observe.residue(lab.dirs, self.sessions, self.socket_dirs, self._exports)
         left += [f"mount {point}" for point in observe.mounts() - self._mounts]
         if left:
@@ -374,13 +373,13 @@ class Trial:
         """Let the session end by itself: an undisturbed one leaves nothing at all."""
         self.wait_for_end()
         late = observe.gone_by(time.monotonic() + NO_PROCESS_AFTER_S, self._all)
-        lines = sweep(self._lab.dirs)
+        swept = sweep(self._lab.dirs)
         self.close()
         assert not late
         if not self._disturbed:
             # A start that is refused again and again must not pass as a barrier that was missed.
             assert "code" not in self.told, self.told
-            assert lines == []
+            assert swept == Swept()
         assert not observe.residue(self._lab.dirs, self.sessions, self.socket_dirs, self._exports)
 
     def close(self) -> None:

@@ -263,7 +263,7 @@ def test_sigkill_of_the_supervisor_ends_everything() -> None:
             os.kill(box.supervisor_pid, signal.SIGKILL)
             await gone_within(2, lambda: [p for p in processes_of(box) if p != box.supervisor_pid])
             assert (await ending(box))["reason"] == "GuestLost"
-            assert any(str(session) in line for line in sweep(state_dirs()))
+            assert any(str(session) in line for line in sweep(state_dirs()).done)
             receipt = json.loads((state_dirs().receipts / f"{session}.json").read_text())
             assert receipt["ended"]["reason"] == "GuestLost"
 

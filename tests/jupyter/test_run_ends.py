@@ -131,6 +131,31 @@ def test_a_killed_run_leaves_nothing_after_two_seconds_and_a_sweep(tmp_path: Pat
             time.sleep(0.02)
         sweep(state_dirs())
         assert _left(record) == []
+        # The run had made it.
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_directory_of_a_run_that_was_killed_with_its_supervisor_is_free_after_a_sweep(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with running(tmp_path) as (child, record):
+        again = [*COMMAND, "run", str(tmp_path / "n.ipynb"), "--out", str(out)]
+        second = subprocess.run(again, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert second.returncode == 2
+        assert "another run uses" in second.stderr
+        # Stopped, the run sees nothing of its supervisor's end.
+        child.send_signal(signal.SIGSTOP)
+        os.kill(record.supervisor.pid, signal.SIGKILL)
+        child.kill()
+        child.wait(timeout=10)
+        assert [path.name for path in out.iterdir()] == [".backintel-run"]
+        deadline = time.monotonic() + 10.0
+        while is_running(record.supervisor) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        sweep(state_dirs())
+        assert list(out.iterdir()) == []
 
 
 ALLOCATE = "held = []\nwhile True: held.append(b'x' * (64 << 20))"

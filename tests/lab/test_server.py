@@ -236,6 +236,7 @@ for name in ('run.exe', 'line\nbreak.csv', 'right\u202eto left.csv', b'not-utf8-
 os.symlink('/etc/passwd', 'passwd.txt')
 os.link('good.csv', 'twin.csv')
 os.mkfifo('pipe.csv')
+import socket; socket.socket(socket.AF_UNIX).bind('socket.csv')
 open('GOOD.csv', 'w').close()
 """
 
@@ -246,9 +247,9 @@ def test_hostile_names_are_shown_as_such_and_nothing_leaves(server: Server, kern
     check("listArtifacts", answer)
     judged = {item["name"]: item["refused"] for item in answer.json["artifacts"]}
     assert [name for name, reason in judged.items() if reason is None] == ["GOOD.csv"]
-    assert len(judged) == 9
+    assert len(judged) == 10
     assert all(name.isascii() and name.isprintable() for name in judged)
-    for words in ("hard link", "symbolic link", "FIFO", "suffix", "not UTF-8", "clashes"):
+    for words in ("hard link", "symbolic link", "FIFO", "socket", "suffix", "not UTF-8", "clashes"):
         assert any(words in reason for reason in judged.values() if reason), words
     for refused in (
         server.ours(kernel, "/artifacts/GOOD.csv"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -18,7 +19,7 @@ from kernel_provisioner import __version__, doctor, proofs
 from kernel_provisioner.cli import sandbox
 from kernel_provisioner.cli.main import build_parser, main
 from kernel_provisioner.cli.run import settings_of
-from kernel_provisioner.engines.base import EngineFacts
+from kernel_provisioner.engines.base import EngineFacts, ProcessIdentity
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.engines.smolvm import host
 from kernel_provisioner.engines.smolvm import prepare as smolvm_prepare
@@ -40,6 +41,7 @@ from kernel_provisioner.errors import (
 from kernel_provisioner.images import store
 from kernel_provisioner.images.receipt import Image
 from kernel_provisioner.paths import StateDirs, state_dirs
+from kernel_provisioner.records import Record, write_record
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +108,24 @@ def test_wrong_usage_is_status_2_and_one_line(
     message = _refused(words, capsys)
     assert message.count("\n") == 1
     assert "--help" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["run", ""], "NOTEBOOK"),
+        (["run", "n.ipynb", "--out", ""], "--out"),
+        (["export", "0123456789abcdef", "--out="], "--out"),
+        (["sandbox", "prepare", "--image-archive", ""], "--image-archive"),
+        (["kernel", "install", "--name", ""], "--name"),
+        (["kernel", "install", "--prefix", ""], "--prefix"),
+        (["kernel", "uninstall", "--name", ""], "--name"),
+    ],
+)
+def test_an_empty_word_is_wrong_usage(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"argument {option}: it is empty. Remedy: " in _refused(words, capsys)
 
 
 def test_an_error_is_json_when_json_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,9 +197,39 @@ def test_gc_and_sessions_without_any_session(capsys: pytest.CaptureFixture[str])
     assert main(["sandbox", "gc"]) == 0
     assert capsys.readouterr().out == "nothing was left behind.\n"
     assert main(["sandbox", "gc", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"schema": "backintel.gc/1", "done": []}
+    assert json.loads(capsys.readouterr().out) == {
+        "schema": "backintel.gc/1",
+        "done": [],
+        "left": [],
+    }
     assert main(["sessions", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"schema": "backintel.sessions/1", "sessions": []}
+
+
+def test_gc_tells_what_it_could_not_remove_and_exits_3(capsys: pytest.CaptureFixture[str]) -> None:
+    sessions = state_dirs().sessions
+    sessions.mkdir(parents=True)
+    record = Record("0123456789abcdef", "", "bwrap", "tiny", "", ProcessIdentity(1, 1), sessions, 0)
+    for name, place in (("0" * 16, sessions), ("1" * 16, state_dirs().runtime / ("a" * 16))):
+        write_record(state_dirs(), replace(record, session=name, socket_dir=place))
+    left = f"session {'0' * 16}: {sessions} is not a place of ours; left alone"
+    assert main(["sandbox", "gc", "--json"]) == 3
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
+        "schema": "backintel.gc/1",
+        "done": [f"session {'1' * 16}: removed what its supervisor left"],
+        "left": [left],
+    }
+    assert main(["sandbox", "gc"]) == 3
+    printed = capsys.readouterr()
+    assert printed.out == f"NOT REMOVED  {left}\n"
+    assert "1 not removed" in printed.err
+    # Nothing is forgotten, and once the reason is mended it goes.
+    write_record(
+        state_dirs(),
+        replace(record, session="0" * 16, socket_dir=state_dirs().runtime / ("b" * 16)),
+    )
+    assert main(["sandbox", "gc"]) == 0
 
 
 def test_an_internal_error_does_not_blame_the_notebook(
@@ -419,6 +469,31 @@ def test_prepare_names_what_refuses_the_default_engine_in_json(
     assert report["proof"] == {"engine": "bwrap", "booted": True}
     assert report["default_engine"]["name"] == "smolvm"
     assert report["default_engine"]["refusal"]["code"] == "engine_unavailable"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--image-sha256", "zz"], "'zz' is not a sha256 digest"),
+        (["--image-sha256", ""], "'' is not a sha256 digest"),
+        (["--image-archive", "/nope"], "/nope cannot be opened"),
+        (["--image-archive", "/"], "/ is not a file"),
+    ],
+)
+def test_prepare_refuses_wrong_words_before_anything_is_prepared(
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(sandbox, "_prepare_engines", lambda dirs: prepared.append("engines") or {})
+    assert main(["sandbox", "prepare", "--json", *words]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["error"]["code"] == "usage"
+    assert said in report["error"]["message"]
+    assert report["error"]["remedy"]
+    assert not prepared and not state_dirs().image.exists()
 
 
 def test_prepare_exits_3_when_no_engine_is_left(

@@ -20,7 +20,7 @@ from image_trees import (
     tar_of,
 )
 
-from kernel_provisioner.errors import ImageInvalid, PrepareFailed
+from kernel_provisioner.errors import ImageInvalid, PrepareFailed, UsageError
 from kernel_provisioner.images import build, tree
 from kernel_provisioner.images.archive import Imported, import_archive
 from kernel_provisioner.images.digest import tree_digest
@@ -163,15 +163,15 @@ def test_what_is_no_analysis_image_is_refused(
 def test_a_missing_file_a_directory_and_noise_are_refused(tmp_path: Path) -> None:
     (tmp_path / "noise").write_bytes(os.urandom(4096))
     os.mkfifo(tmp_path / "pipe")
-    for name, why in (
-        ("absent", "cannot be opened (No such file"),
-        ("pipe", "is not a file"),
-        ("noise", "cannot be read"),
+    for name, error, why in (
+        ("absent", UsageError, "cannot be opened (No such file"),
+        ("pipe", UsageError, "is not a file"),
+        ("noise", PrepareFailed, "cannot be read"),
     ):
-        with pytest.raises(PrepareFailed) as caught:
+        with pytest.raises(error) as caught:
             imported(tmp_path / f"x-{name}", tmp_path / name)
         assert why in caught.value.message
-    with pytest.raises(PrepareFailed, match="is not a file"):
+    with pytest.raises(UsageError, match="is not a file"):
         imported(tmp_path / "x-dir", tmp_path)
 
 

@@ -17,7 +17,13 @@ import pytest
 from image_trees import SMALL_IMAGE, docker_files, layer, tar_of
 
 from kernel_provisioner import paths
-from kernel_provisioner.errors import ImageInvalid, ImageMissing, LockTimeout, PrepareFailed
+from kernel_provisioner.errors import (
+    ImageInvalid,
+    ImageMissing,
+    LockTimeout,
+    PrepareFailed,
+    UsageError,
+)
 from kernel_provisioner.images.receipt import Image, check_receipt, load_image
 from kernel_provisioner.images.store import ImageStore
 from kernel_provisioner.paths import StateDirs
@@ -90,7 +96,7 @@ def test_another_digest_than_the_demanded_changes_nothing(
 
 @pytest.mark.parametrize("digest", ["", "sha256:", "12", "g" * 64])
 def test_what_is_no_digest_is_refused(prepared: tuple[StateDirs, Image], digest: str) -> None:
-    with pytest.raises(PrepareFailed, match="is not a sha256 digest"):
+    with pytest.raises(UsageError, match="is not a sha256 digest"):
         prepare(prepared[0], image_sha256=digest)
 
 
@@ -100,8 +106,9 @@ def test_a_bad_archive_leaves_the_old_image(
     dirs, image = prepared
     os.mkfifo(tmp_path / "pipe")
     bad = tar_of(tmp_path / "bad.tar", docker_files([layer([("../x", b"")])]))
-    for archive in (bad, tmp_path / "pipe", tmp_path / "absent"):
-        with pytest.raises(PrepareFailed):
+    refusals = {bad: PrepareFailed, tmp_path / "pipe": UsageError, tmp_path / "absent": UsageError}
+    for archive, refusal in refusals.items():
+        with pytest.raises(refusal):
             prepare(dirs, image_archive=archive)
         assert load_image(dirs) == image
     assert len(list(dirs.image.iterdir())) == 2

@@ -38,6 +38,7 @@ def _start(home: Path) -> Start:
             "socket_dir": str(home / "sockets"),
             "dirs": {name: str(home / name) for name in ("data", "state", "runtime")},
             "started_at": time.monotonic(),
+            "run_dir": None,
         }
     )
 

@@ -15,13 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from kernel_provisioner import outdir
 from kernel_provisioner.artifacts.publish import STAGING_PREFIX
 from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
-from kernel_provisioner.errors import StartFailed
+from kernel_provisioner.errors import OutputRefused, StartFailed
 from kernel_provisioner.paths import StateDirs
 from kernel_provisioner.processes import boot_id, identify, is_running, kill_and_wait
 from kernel_provisioner.records import (
     Record,
+    Swept,
     is_live,
     live_sessions,
     open_record,
@@ -65,6 +67,8 @@ GONE = ProcessIdentity(os.getpid(), 1)  # right number, wrong start time
 
 def test_a_record_survives_the_file(dirs: StateDirs) -> None:
     made = record(dirs, GONE, Leftovers((GONE,), (Path("/sys/fs/cgroup/x"),), (Path("/y"),)))
+    made = replace(made, export_dir=Path("/e"), run_dir=Path("/r"))
+    write_record(dirs, made)
     assert read_record(dirs.sessions / f"{made.session}.json") == made
 
 
@@ -85,6 +89,27 @@ def test_a_zombie_counts_as_gone() -> None:
     process.wait()
 
 
+def test_sweep_frees_the_directory_of_a_killed_run(dirs: StateDirs, tmp_path: Path) -> None:
+    made = replace(record(dirs, GONE, Leftovers()), run_dir=tmp_path / "out")
+    # As a killed run leaves it: with no lock.
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".backintel-run").touch()
+    write_record(dirs, made)
+    assert sweep(dirs) == Swept([f"session {made.session}: removed what its supervisor left"])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_sweep_leaves_the_directory_of_a_run_that_lives_alone(
+    dirs: StateDirs, tmp_path: Path
+) -> None:
+    claimed = outdir.claim(tmp_path / "out")
+    write_record(dirs, replace(record(dirs, GONE, Leftovers()), run_dir=claimed.path))
+    sweep(dirs)
+    with pytest.raises(OutputRefused, match="another run uses"):
+        outdir.claim(claimed.path)
+    claimed.release()
+
+
 def test_sweep_leaves_a_live_session_alone(
     dirs: StateDirs, sleeper: subprocess.Popen[bytes]
 ) -> None:
@@ -92,7 +117,7 @@ def test_sweep_leaves_a_live_session_alone(
     assert me and child
     made = record(dirs, me, Leftovers((child,)))
     assert is_live(made)
-    assert sweep(dirs) == []
+    assert sweep(dirs) == Swept()
     assert live_sessions(dirs) == [made]
     assert is_running(child)
 
@@ -108,13 +133,13 @@ def test_sweep_kills_by_identity_removes_sockets_and_leaves_a_receipt(
     made.socket_dir.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(made.socket_dir / "h-1"))
-    lines = sweep(dirs)
+    lines = sweep(dirs).done
     assert lines == [f"session {made.session}: removed what its supervisor left"]
     assert not is_running(child)
     assert not made.socket_dir.exists() and not staging.exists()
     receipt = json.loads((dirs.receipts / f"{made.session}.json").read_text())
     assert receipt["ended"]["reason"] == "GuestLost"
-    assert sweep(dirs) == []
+    assert sweep(dirs) == Swept()
 
 
 def test_sweep_removes_the_directories_of_a_microvm(dirs: StateDirs) -> None:
@@ -128,7 +153,7 @@ def test_sweep_removes_the_directories_of_a_microvm(dirs: StateDirs) -> None:
     for place in strangers:
         place.mkdir(parents=True)
     write_record(dirs, replace(made, leftovers=Leftovers(directories=(*places, *strangers))))
-    lines = sweep(dirs)
+    lines = sweep(dirs).left
     assert [place.exists() for place in (*places, *strangers)] == [False, False, True, True]
     assert sum("is not a place of ours" in line for line in lines) == 2
 
@@ -144,7 +169,7 @@ def test_sweep_spares_a_stranger_that_has_a_recorded_number(
 @pytest.mark.parametrize("path", ["/sys/fs/cgroup/memory/other", "/etc/0123456789abcdef"])
 def test_sweep_refuses_a_cgroup_that_is_not_the_sessions(dirs: StateDirs, path: str) -> None:
     made = record(dirs, GONE, Leftovers(cgroups=(Path(path),)))
-    assert "left alone" in sweep(dirs)[0]
+    assert "left alone" in sweep(dirs).left[0]
     assert (dirs.sessions / f"{made.session}.json").exists(), "its identity is kept"
 
 
@@ -154,7 +179,7 @@ def test_sweep_refuses_a_directory_that_is_not_the_sessions(
     precious = tmp_path / "precious"
     precious.mkdir()
     record(dirs, GONE, Leftovers(directories=(precious,)))
-    assert "left alone" in sweep(dirs)[0]
+    assert "left alone" in sweep(dirs).left[0]
     assert precious.exists()
 
 
@@ -208,7 +233,7 @@ def test_a_file_that_is_no_record_is_named_and_left_alone(dirs: StateDirs, text:
     dirs.sessions.mkdir(parents=True)
     path = dirs.sessions / "0123456789abcdef.json"
     path.write_text(text)
-    assert sweep(dirs) == [f"{path} is no session record; left alone"]
+    assert sweep(dirs) == Swept(left=[f"{path} is no session record; left alone"])
     assert path.exists()
     assert live_sessions(dirs) == []
 
@@ -216,7 +241,7 @@ def test_a_file_that_is_no_record_is_named_and_left_alone(dirs: StateDirs, text:
 def test_a_fifo_in_place_of_a_record_does_not_hang_the_sweep(dirs: StateDirs) -> None:
     dirs.sessions.mkdir(parents=True)
     os.mkfifo(dirs.sessions / "0123456789abcdef.json")
-    assert "is no session record" in sweep(dirs)[0]
+    assert "is no session record" in sweep(dirs).left[0]
 
 
 @pytest.mark.parametrize("inside_runtime", [True, False])
@@ -228,7 +253,7 @@ def test_a_record_cannot_make_a_sweep_delete_files(
     victim.mkdir(parents=True)
     (victim / "thesis.txt").write_text("x")
     write_record(dirs, replace(made, socket_dir=victim))
-    assert sweep(dirs)
+    assert sweep(dirs).left
     assert (victim / "thesis.txt").exists()
 
 
@@ -244,7 +269,7 @@ def test_sweep_removes_what_a_killed_writer_was_about_to_rename(dirs: StateDirs)
         kept.append(directory / ".somebodys.json")
     for path in (*kept, *left):
         path.touch()
-    assert sweep(dirs) == []
+    assert sweep(dirs) == Swept()
     assert [path for path in left if path.exists()] == []
     assert [path for path in kept if not path.exists()] == []
 
@@ -257,7 +282,7 @@ def test_sweep_removes_the_staging_of_a_killed_publication(dirs: StateDirs, tmp_
     (tmp_path / "out" / "precious").touch()
     made = record(dirs, GONE, Leftovers())
     write_record(dirs, replace(made, export_dir=tmp_path / "out"))
-    assert sweep(dirs) == [f"session {made.session}: removed what its supervisor left"]
+    assert sweep(dirs) == Swept([f"session {made.session}: removed what its supervisor left"])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
 
 
@@ -270,10 +295,10 @@ def test_a_lock_that_nobody_gives_back_fails_a_start_and_is_reported_by_a_sweep(
         fcntl.flock(holder, fcntl.LOCK_EX)
         with pytest.raises(StartFailed, match="locked"):
             open_record(dirs, made)
-        (line,) = sweep(dirs)
+        (line,) = sweep(dirs).left
         assert "locked" in line
         assert (dirs.sessions / f"{made.session}.json").exists(), "it is tried again"
     finally:
         os.close(holder)
-    assert sweep(dirs) == [f"session {made.session}: removed what its supervisor left"]
+    assert sweep(dirs) == Swept([f"session {made.session}: removed what its supervisor left"])
     open_record(dirs, made)

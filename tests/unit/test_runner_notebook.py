@@ -62,7 +62,14 @@ def test_a_notebook_over_the_limit_is_refused(tmp_path: Path) -> None:
         (b'{"cells": []}', "no nbformat number"),
         (b'{"nbformat": 2, "nbformat_minor": 0}', "this version reads 3 and 4"),
         (b'{"nbformat": 5, "nbformat_minor": 0}', "this version reads 3 and 4"),
-        (b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {}}', "not a valid notebook"),
+        (
+            b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {}}',
+            r"is not a valid notebook: it has no 'cells' where one belongs\. Remedy: ",
+        ),
+        (
+            b'{"nbformat": 4, "nbformat_minor": 5, "cells": []}',
+            r"is not a valid notebook: it has no 'metadata' where one belongs\. Remedy: ",
+        ),
         (
             b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"cell_type": "x"}]}',
             "not a valid notebook",
@@ -71,8 +78,10 @@ def test_a_notebook_over_the_limit_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_a_notebook_is_refused(data: bytes, reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
+    with pytest.raises(UsageError, match=reason) as refused:
         notebooks.parse(data, "n.ipynb")
+    assert refused.value.message.endswith(".")
+    assert refused.value.remedy
 
 
 def test_text_that_no_kernel_could_be_sent_is_refused() -> None:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,9 +67,139 @@ def test_a_directory_that_cannot_be_written_is_refused() -> None:
 
 
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
-    outdir.claim(tmp_path / "out")
-    with pytest.raises(OutputRefused, match="not empty"):
-        outdir.claim(tmp_path / "out")
+    first = outdir.claim(tmp_path / "out")
+    first.write("n.ipynb", b"1")
+    with pytest.raises(OutputRefused, match=r"another run uses '.*/out'\. Remedy: .* wait until"):
+        outdir.claim(first.path)
+    outdir.remove_abandoned(first.path)
+    assert {path.name for path in first.path.iterdir()} == {".backintel-run", "n.ipynb"}
+    first.release()
+    assert [path.name for path in first.path.iterdir()] == ["n.ipynb"]
+
+
+CLAIM = """
+import os, subprocess, sys
+from pathlib import Path
+from kernel_provisioner import outdir
+out = outdir.claim(Path(sys.argv[1]))
+out.path.joinpath(".unchecked/artifacts").mkdir(parents=True)
+out.path.joinpath(".backintel-0123456789abcdef.partial").touch()
+for name in sys.argv[2:]:
+    out.path.joinpath(name).touch()
+# A child of the run outlives it, and keeps no lock.
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def _killed_run(out: Path, *names: str) -> Iterator[None]:
+    """Leave ``out`` as a run does that was killed while a child of it goes on."""
+    command = [sys.executable, "-c", CLAIM, str(out), *names]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        child = os.pidfd_open(int(run.stdout.readline()))
+        try:
+            with pytest.raises(OutputRefused, match="another run uses"):
+                outdir.claim(out)
+            run.kill()
+            run.wait()
+            yield
+        finally:
+            signal.pidfd_send_signal(child, signal.SIGKILL)
+            os.close(child)
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_the_directory_of_a_killed_run_is_taken_over(tmp_path: Path, made: bool) -> None:
+    out = tmp_path / "out"
+    if not made:
+        out.mkdir()
+    with _killed_run(out):
+        claimed = outdir.claim(out)
+        assert [path.name for path in out.iterdir()] == [".backintel-run"]
+        with pytest.raises(OutputRefused, match="another run uses"):
+            outdir.claim(out)
+        claimed.release()
+    assert out.exists() is not made
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_what_a_killed_run_left_can_be_removed(tmp_path: Path, made: bool) -> None:
+    out = tmp_path / "out"
+    if not made:
+        out.mkdir()
+    with _killed_run(out):
+        assert outdir.remove_abandoned(out) == []
+        assert out.exists() is not made
+        assert made or list(out.iterdir()) == []
+        assert outdir.remove_abandoned(out) == []
+
+
+def test_results_of_a_killed_run_are_kept_and_not_mixed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with _killed_run(out, "n.ipynb"):
+        with pytest.raises(OutputRefused, match=r"is not empty \(it has 'n\.ipynb'\)"):
+            outdir.claim(out)
+        assert [path.name for path in out.iterdir()] == ["n.ipynb"]
+    with _killed_run(tmp_path / "other", "n.ipynb"):
+        assert outdir.remove_abandoned(tmp_path / "other") == []
+        assert [path.name for path in (tmp_path / "other").iterdir()] == ["n.ipynb"]
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "directory", "socket", "text"])
+def test_what_only_has_the_name_of_a_claim_is_refused_and_left_alone(
+    tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "out" / ".backintel-run"
+    path.parent.mkdir()
+    (tmp_path / "target").touch()
+    match kind:
+        case "link":
+            path.symlink_to(tmp_path / "target")
+        case "fifo":
+            os.mkfifo(path)
+        case "directory":
+            path.mkdir()
+        case "socket":
+            os.mknod(path, stat.S_IFSOCK | 0o600)
+        case _:
+            path.write_text("mine")
+    before = path.lstat()
+    with pytest.raises(OutputRefused, match=r"is not empty \(it has '\.backintel-run'\)"):
+        outdir.claim(path.parent)
+    assert outdir.remove_abandoned(path.parent) == []
+    assert os.path.samestat(path.lstat(), before)
+
+
+def test_what_a_killed_run_left_and_cannot_be_removed_is_told(tmp_path: Path) -> None:
+    with _killed_run(tmp_path / "out"):
+        shutil.rmtree(tmp_path / "out/.unchecked")
+        # Not a directory of ours, so it is not followed.
+        (tmp_path / "out/.unchecked").symlink_to(tmp_path)
+        (line,) = outdir.remove_abandoned(tmp_path / "out")
+        assert "could not be removed" in line
+        assert (tmp_path / "out/.backintel-run").exists()
+
+
+def test_of_many_runs_at_once_one_gets_the_directory(tmp_path: Path) -> None:
+    """Threads hold locks apart as processes do: the lock is the open file's."""
+    for round_ in range(50):
+        out = tmp_path / str(round_ % 2)
+        gate = threading.Barrier(4)
+
+        def attempt(out: Path = out, gate: threading.Barrier = gate) -> outdir.OutDir:
+            gate.wait()
+            return outdir.claim(out)
+
+        with ThreadPoolExecutor(4) as pool:
+            got = [pool.submit(attempt) for _ in range(4)]
+        refused = [str(error) for future in got if (error := future.exception())]
+        assert len(refused) == 3 and all("another run uses" in text for text in refused)
+        (winner,) = [future.result() for future in got if not future.exception()]
+        winner.release()
+        assert not out.exists() or list(out.iterdir()) == []
 
 
 @contextmanager

@@ -120,6 +120,7 @@ LONG = b"x" * 251 + b".csv"  # 255 bytes
         (b"3", "a character device"),
         (b"4", "a block device"),
         (b"6", "a FIFO"),
+        (b"Y", "a socket"),
         (b"7", "a contiguous file"),
         (b"S", "a sparse file"),
         (b"K", "a link"),
@@ -318,7 +319,7 @@ def test_extension_headers_stand_alone() -> None:
     [
         (b"GNU.sparse.major", b"1", "sparse"),
         (b"GNU.sparse.name", b"../x", "sparse"),
-        (b"linkpath", b"/etc/passwd", "'linkpath'"),
+        (b"linkpath", b"/etc/passwd", "is a link, not a regular file"),
         (b"hdrcharset", b"BINARY", "'hdrcharset'"),
         (b"SCHILY.xattr.security.capability", b"x", "xattr"),
         (b"size", b"-1", "not a number"),
@@ -328,6 +329,15 @@ def test_extension_headers_stand_alone() -> None:
 )
 def test_pax_keys(key: bytes, value: bytes, reason: str) -> None:
     assert reason in refuse(tars.pax((key, value)) + tars.file(b"a.csv") + tars.END)
+
+
+def test_a_name_that_is_not_utf_8_is_told_as_such() -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(tarfile.TarInfo(os.fsdecode(b"caf\xe9.csv")))
+    assert b"hdrcharset=BINARY" in stream.getvalue()
+    message = refuse(stream.getvalue())
+    assert message.startswith(r"artifact 'caf\udce9.csv' has a name that is not UTF-8")
 
 
 @pytest.mark.parametrize(

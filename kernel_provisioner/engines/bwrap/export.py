@@ -20,6 +20,8 @@ from kernel_provisioner.engines.bwrap import linux
 
 MAX_DEPTH = 32
 MAX_ENTRIES = 4096
+SOCKET = b"Y"
+"""Vendor type, for tar has none for sockets."""
 UNREADABLE = b"U"
 """Vendor type for a file whose mode denies its owner, the exporting user, to read it."""
 _CHUNK = 1 << 18
@@ -34,8 +36,7 @@ _TYPES = {
     stat.S_IFIFO: tarfile.FIFOTYPE,
     stat.S_IFCHR: tarfile.CHRTYPE,
     stat.S_IFBLK: tarfile.BLKTYPE,
-    # tar has no sockets; a FIFO is refused by the same rule.
-    stat.S_IFSOCK: tarfile.FIFOTYPE,
+    stat.S_IFSOCK: SOCKET,
 }
 
 
