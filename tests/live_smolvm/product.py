@@ -189,4 +189,4 @@ def swept() -> list[str]:
     """Sweep once and return what is left all the same, after what the sweep said."""
     said = sweep(state_dirs())
     left = left_behind()
-    return [*said, *left] if left else []
+    return [*said.left, *left] if left else []
