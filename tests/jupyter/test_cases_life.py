@@ -209,7 +209,8 @@ def test_binary_on_standard_output_harms_no_one() -> None:
             result = await box.run(code)
             assert result.reply["content"]["status"] == "ok"
             result.text.encode()
-            assert (await box.run("print(6 * 7)")).text == "42\n"
+            # ipykernel passes on what bypassed sys.stdout when it can, maybe after the cell.
+            assert "42\n" in (await box.run("print(6 * 7)")).text
 
     asyncio.run(body())
 
