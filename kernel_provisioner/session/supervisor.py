@@ -52,8 +52,9 @@ NOTICE_TIMEOUT_S = 2.0
 EXPORT_TIMEOUT_S = 60.0
 DESTROY_TIMEOUT_S = 5.0
 LINGER_S = 10.0
-OWNER_EXIT_S = 1.0
 """After an end that nobody asked for: how long clients get answers and exports are possible."""
+OWNER_EXIT_S = 1.0
+"""How long a killed run may take from the end of its connection to the end of its process."""
 
 
 class Supervisor:
