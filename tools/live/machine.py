@@ -33,6 +33,7 @@ from kernel_provisioner.paths import state_dirs
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
 SUITE = "trixie"
+EMULATOR_SUITE = "trixie-backports"
 MACHINE_PACKAGES = (
     *("linux-image-cloud-amd64", "initramfs-tools", "kmod", "udev", "iproute2", "procps"),
     *("python3", "zstd"),
@@ -116,22 +117,28 @@ def archive_url() -> str:
     sys.exit("no Debian archive is configured on this host; the live lane needs one.")
 
 
-def debootstrap(target: Path, packages: Sequence[str]) -> None:
-    """Unpack a minimal Debian 13 with these packages."""
-    call("debootstrap", "--variant=minbase", f"--include={','.join(packages)}", SUITE, target,
-         archive_url())  # fmt: skip
+def debootstrap(target: Path, packages: Sequence[str], *more: str | Path, suite: str) -> None:
+    """Unpack a minimal Debian with these packages; ``more`` are further options."""
+    include = f"--include={','.join(packages)}"
+    script = Path("/usr/share/debootstrap/scripts") / SUITE
+    call("debootstrap", "--variant=minbase", include, *more, suite, target, archive_url(), script)
 
 
 def make_emulator(place: Path) -> None:
-    """Build a root that holds Debian 13's QEMU: older ones crash in nested virtualization."""
-    debootstrap(place / "root", EMULATOR_PACKAGES)
+    """Build a root that holds a QEMU of Debian 13's backports.
+
+    Older ones crash in nested virtualization. Its 10.0 loses interrupts there, and invents some: a
+    machine stood still, or a guest was reset, in one of some twenty boots.
+    """
+    main = f"--extra-suites={SUITE}"
+    debootstrap(place / "root", EMULATOR_PACKAGES, main, suite=EMULATOR_SUITE)
     shutil.rmtree(place / "root/var/cache/apt", ignore_errors=True)
 
 
 def make_machine(place: Path) -> None:
     """Build the emulated machine's disk and take its kernel out."""
     root = place / "root"
-    debootstrap(root, MACHINE_PACKAGES)
+    debootstrap(root, MACHINE_PACKAGES, suite=SUITE)
     shutil.rmtree(root / "var/cache/apt", ignore_errors=True)
     for name in ("image", "payload"):
         (root / name).mkdir()
@@ -313,7 +320,7 @@ def main() -> int:
     need("debootstrap", "mkfs.ext4")
     init = (HERE / "machine-init").read_text()
     say("looking for the emulator, the machine and the packages; building what is missing")
-    emulator = cached("emulator", [SUITE, *EMULATOR_PACKAGES], make_emulator)
+    emulator = cached("emulator", [EMULATOR_SUITE, *EMULATOR_PACKAGES], make_emulator)
     machine = cached("machine", [SUITE, *MACHINE_PACKAGES, init], make_machine)
     pins = json.dumps(dict(release.load_pins("linux-x86_64").files))
     site = cached("site", [PYTHON, *REQUIREMENTS, pins], make_site)
