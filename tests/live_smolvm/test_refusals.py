@@ -40,7 +40,7 @@ def without_kvm() -> Iterator[None]:
 @pytest.mark.usefixtures("without_kvm")
 def test_missing_device_is_refused(tmp_path: Path) -> None:
     notebook = write_notebook(tmp_path / "a.ipynb", ["1"])
-    done = backintel("run", notebook, "--out", tmp_path / "out")
+    done = backintel("run", notebook, "--profile", "benchmark", "--out", tmp_path / "out")
     assert done.status == 3
     error = done.report["error"]
     assert error["code"] == EngineUnavailable.code and EngineUnavailable.permanent
