@@ -127,8 +127,8 @@ def debootstrap(target: Path, packages: Sequence[str], *more: str | Path, suite:
 def make_emulator(place: Path) -> None:
     """Build a root that holds a QEMU of Debian 13's backports.
 
-    Older ones crash in nested virtualization. Its 10.0 loses interrupts there, and invents some: a
-    machine stood still, or a guest was reset, in one of some twenty boots.
+    Older ones crash in nested virtualization. With 10.0 a machine stood still, or a guest was
+    reset, now and then, as if interrupts were lost; with 11.1 neither was seen.
     """
     main = f"--extra-suites={SUITE}"
     debootstrap(place / "root", EMULATOR_PACKAGES, main, suite=EMULATOR_SUITE)
@@ -240,8 +240,8 @@ def command(emulator: Path, machine: Path, disks: Sequence[Path]) -> list[str]:
     """Return QEMU's command line; it runs from the emulator's own root by that root's loader."""
     root = emulator / "root"
     libraries = root / "usr/lib/x86_64-linux-gnu"
-    # Ticks are periodic: software virtualization loses a timer's interrupt now and then, and where
-    # the next one is set by it, the machine then sleeps for ever.
+    # Ticks are periodic: with QEMU 10.0 a machine of one processor slept for ever, as after a lost
+    # interrupt of a timer where that one sets the next.
     append = (
         "console=ttyS0 root=/dev/vda rw init=/usr/sbin/live-init net.ifnames=0 mitigations=off "
         "nokaslr tsc=reliable random.trust_cpu=on nohz=off highres=off quiet"
@@ -254,8 +254,8 @@ def command(emulator: Path, machine: Path, disks: Sequence[Path]) -> list[str]:
         *(str(libraries / "ld-linux-x86-64.so.2"), "--library-path", qemu_libraries(libraries)),
         *(str(root / "usr/bin/qemu-system-x86_64"), "-L", str(root / "usr/share/qemu")),
         *("-L", str(root / "usr/share/seabios"), "-machine", "q35"),
-        # One processor: with two, a guest that boots is now and then reset, or stands still (2 of 7
-        # boots on a busy host, 0 of 14 with one), and it is no faster.
+        # One processor: with two, and QEMU 10.0, a guest that booted was now and then reset (2 of 7
+        # on a busy host, 0 of 14 with one), and it was no faster.
         *("-accel", "tcg,thread=multi,tb-size=1024", "-smp", "1"),
         # Five levels of page tables in both kernels would make each nested walk half as long again.
         *("-cpu", "max,+svm,-la57"),
