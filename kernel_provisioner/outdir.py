@@ -29,6 +29,9 @@ _MADE = b"made\n"
 """What the claim file says if the claim made the directory, else nothing."""
 _PARTIAL = re.compile(r"\.backintel-[0-9a-f]{16}\.partial")
 _REMEDY = "give --out a directory that does not exist yet or is empty."
+# What stands in the claim's place is a link, a directory, a socket or a FIFO: no claim.
+_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
+_NO_CLAIM = (*_NO_FILE, errno.ENOENT, errno.ENOTDIR)
 # Each further attempt needs another run that came or went in between.
 _ATTEMPTS = 8
 # O_NONBLOCK: a FIFO in its place must not be waited for.
@@ -64,6 +67,7 @@ class OutDir:
         target = self.path / name
         # Of constant length: with a name as long as is allowed there is no room for more.
         staged = self.path / f".backintel-{secrets.token_hex(8)}.partial"
+        self.require_claim()
         try:
             with staged.open("xb") as file:
                 file.write(data)
@@ -79,13 +83,35 @@ class OutDir:
             ) from None
         return target
 
+    def require_claim(self) -> None:
+        """Raise OutputRefused if another run has the directory by now: this one was removed."""
+        if self._is_anothers():
+            raise OutputRefused(
+                f"{str(self.path)!r} was removed while the run went on, and another run uses it.",
+                remedy="run again, and let the directory be until the run is over.",
+            )
+
+    def discard_staged(self) -> None:
+        """Remove artifacts that were not checked to the end."""
+        if not self._is_anothers():
+            shutil.rmtree(self.path / STAGED, ignore_errors=True)
+
     def release(self) -> None:
         """Give the claim up; a directory that the claim made and that stayed empty is removed."""
         try:
             with contextlib.suppress(OSError):
-                _forget(self.path, self.made)
+                if not self._is_anothers():
+                    _forget(self.path, self.made)
         finally:
             os.close(self.lock)
+
+    def _is_anothers(self) -> bool:
+        """Whether the claim there is not this one. Without any, nobody else is here."""
+        claim = self.path / _CLAIM
+        try:
+            return os.path.lexists(claim) and not is_entry(claim, self.lock)
+        except OSError:
+            return True
 
 
 def default_path(stem: str, now: float) -> Path:
@@ -120,7 +146,7 @@ def claim(path: Path) -> OutDir:
                 path.rmdir()
         raise OutputRefused(
             f"{str(path)!r} cannot be written ({error.strerror or error}).",
-            remedy="give --out a directory in which this user can write.",
+            remedy="give --out a directory in which this user can write and where space is free.",
         ) from None
     raise _in_use(path)
 
@@ -131,13 +157,15 @@ def _take(path: Path, made: bool) -> OutDir | None:
         names = os.listdir(path)
         if names and _CLAIM not in names:
             raise _not_empty(path, names)
-        lock = os.open(path / _CLAIM, _CLAIM_FLAGS | (0 if names else os.O_CREAT | os.O_EXCL))
+        create = 0 if names else os.O_CREAT | os.O_EXCL
+        lock = os.open(path / _CLAIM, _CLAIM_FLAGS | create, 0o600)
     except (FileNotFoundError, FileExistsError):
         return None
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # no file, so no claim
+        if error.errno in _NO_FILE:
             raise _not_empty(path, [_CLAIM]) from None
         raise
+    locked = None
     try:
         if not _is_claim(lock):
             raise _not_empty(path, [_CLAIM])
@@ -156,6 +184,11 @@ def _take(path: Path, made: bool) -> OutDir | None:
                 os.pwrite(lock, _MADE, 0)
             taken, lock = lock, -1
             return OutDir(path, made, taken)
+    except OSError:
+        if create and locked is not False:
+            with contextlib.suppress(OSError):
+                (path / _CLAIM).unlink()
+        raise
     finally:
         if lock >= 0:
             os.close(lock)
@@ -169,8 +202,10 @@ def remove_abandoned(path: Path) -> list[str]:
     """
     try:
         lock = os.open(path / _CLAIM, _CLAIM_FLAGS)
-    except OSError:
-        return []  # gone, or nothing of ours
+    except OSError as error:
+        if error.errno in _NO_CLAIM:
+            return []
+        return [f"{path / _CLAIM} could not be opened ({error.strerror})"]
     try:
         if _is_claim(lock) and try_lock(lock) and is_entry(path / _CLAIM, lock):
             made = os.pread(lock, len(_MADE), 0) == _MADE
@@ -192,9 +227,10 @@ def _is_claim(fd: int) -> bool:
 def _remove_partial(path: Path) -> None:
     """Remove what a dead run had not finished. Raises OSError."""
     for name in os.listdir(path):
-        if name == STAGED:
+        kind = (path / name).lstat().st_mode
+        if name == STAGED and stat.S_ISDIR(kind):
             shutil.rmtree(path / name)
-        elif _PARTIAL.fullmatch(name):
+        elif _PARTIAL.fullmatch(name) and stat.S_ISREG(kind):
             (path / name).unlink()
 
 

@@ -45,15 +45,16 @@ def is_running(process: ProcessIdentity) -> bool:
 def open_pidfd(pid: int) -> int | None:
     """Return a pidfd, or None if there is no such process. Raises OSError for want of descriptors.
 
-    Linux 6.12 says EINVAL for a number that is no process's any more but still names the session of
-    others, as a killed keeper's does for a moment (6.18 says ESRCH).
+    A number that is no process's any more may still name the session of others, as a killed
+    keeper's does for a moment, of which Linux 6.12 says EINVAL; or be a thread's by now, of which
+    6.12 says EINVAL and 6.18 ENOENT.
     """
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         return None
     except OSError as error:
-        if error.errno == errno.EINVAL:
+        if error.errno in (errno.EINVAL, errno.ENOENT):
             return None
         raise
 

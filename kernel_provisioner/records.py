@@ -229,7 +229,8 @@ def sweep(dirs: StateDirs) -> Swept:
                 _leave_receipt(dirs, record)
                 remove_record(dirs, record.session)
         except OSError as error:
-            failures = [f"{error.filename}: {error.strerror}"]
+            where = f"{error.filename}: " if error.filename else ""
+            failures = [f"{where}{error.strerror or error}"]
         if failures:
             swept.left.extend(f"session {record.session}: {failure}" for failure in failures)
         else:

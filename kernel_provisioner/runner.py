@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import signal
 import time
 from collections.abc import Coroutine, Iterator
@@ -174,7 +173,7 @@ class _Run:
             except Exception as error:
                 failure = failure or error
             self.progress.over()
-            shutil.rmtree(out.path / outdir.STAGED, ignore_errors=True)
+            out.discard_staged()
         receipt = self._receipt()
         if failure is not None:
             if receipt is None and self.result.session is None:
@@ -211,6 +210,7 @@ class _Run:
     async def _publish(self, out: outdir.OutDir) -> None:
         """Export beside the place, check what the notebook requires, then move into place."""
         staged = out.path / outdir.STAGED / "artifacts"
+        out.require_claim()
         with _as_refusal("staged"):
             staged.parent.mkdir(mode=0o700)
         try:
@@ -218,6 +218,7 @@ class _Run:
         except TimeoutError:
             raise ExportRefused("the artifacts did not arrive in time.") from None
         await requires.check_artifacts(staged, self.required)
+        out.require_claim()
         with _as_refusal("moved into place"):
             staged.rename(out.path / "artifacts")
         self.result.published = True

@@ -251,7 +251,8 @@ def test_the_guests_clock_is_the_hosts(shared: LiveMachine) -> None:
         return offset, half
 
     offset, unsure = ahead()
-    assert abs(offset) < 1 + unsure
+    # A boot in emulation ends up to seconds behind (1.6 on a busy host): no drift, but lost ticks.
+    assert abs(offset) < 0.25 * SLOW + unsure
     for number in (signal.SIGSTOP, signal.SIGCONT):
         os.kill(machine.pid, number)
         if number == signal.SIGSTOP:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,22 @@ def test_number_that_only_names_a_session_is_no_process(outlived_leader: Process
     assert kill_and_wait(outlived_leader, 0.0)
 
 
+def test_number_of_a_thread_is_no_process() -> None:
+    """A dead process's number may be a thread's by now; that thread is left alone."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None and thread.native_id != os.getpid()
+        gone = ProcessIdentity(thread.native_id, 1)
+        assert open_pidfd(gone.pid) is None
+        assert linux.open_identity(gone) is None
+        assert kill_and_wait(gone, 0.0)
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_other_kernels_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine's kernel does not say, said by a stand-in for the system call."""
 
@@ -54,8 +71,9 @@ def test_other_kernels_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(os, "pidfd_open", stand_in)
 
-    says(errno.EINVAL)
-    assert open_pidfd(1) is None
+    for number in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
+        says(number)
+        assert open_pidfd(1) is None
     says(errno.EMFILE)
     with pytest.raises(OSError, match="Too many open files"):
         kill_and_wait(ProcessIdentity(1, 1), 0.0)

@@ -173,14 +173,59 @@ def test_what_only_has_the_name_of_a_claim_is_refused_and_left_alone(
     assert os.path.samestat(path.lstat(), before)
 
 
-def test_what_a_killed_run_left_and_cannot_be_removed_is_told(tmp_path: Path) -> None:
-    with _killed_run(tmp_path / "out"):
-        shutil.rmtree(tmp_path / "out/.unchecked")
-        # Not a directory of ours, so it is not followed.
-        (tmp_path / "out/.unchecked").symlink_to(tmp_path)
-        (line,) = outdir.remove_abandoned(tmp_path / "out")
-        assert "could not be removed" in line
-        assert (tmp_path / "out/.backintel-run").exists()
+def test_what_only_has_the_name_of_a_dead_runs_work_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with _killed_run(out):
+        shutil.rmtree(out / ".unchecked")
+        (out / ".unchecked").symlink_to(tmp_path)
+        with pytest.raises(OutputRefused, match=r"is not empty \(it has '\.unchecked'\)"):
+            outdir.claim(out)
+        assert outdir.remove_abandoned(out) == []
+        assert [path.name for path in out.iterdir()] == [".unchecked"]
+
+
+def test_a_run_leaves_alone_what_took_the_place_of_its_directory(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = outdir.claim(out)
+    shutil.rmtree(out)
+    second = outdir.claim(out)
+    (out / ".unchecked").mkdir()
+    with pytest.raises(OutputRefused, match="another run uses it"):
+        first.write("n.ipynb", b"first")
+    first.discard_staged()
+    first.release()
+    assert sorted(path.name for path in out.iterdir()) == [".backintel-run", ".unchecked"]
+    with pytest.raises(OutputRefused, match="another run uses"):
+        outdir.claim(out)
+    second.discard_staged()
+    second.release()
+    assert not out.exists()
+
+
+def test_a_claim_file_that_somebody_removed_costs_no_results(tmp_path: Path) -> None:
+    claimed = outdir.claim(tmp_path / "out")
+    (tmp_path / "out/.backintel-run").unlink()
+    claimed.write("n.ipynb", b"saved")
+    claimed.release()
+    assert (tmp_path / "out/n.ipynb").read_bytes() == b"saved"
+
+
+def test_a_claim_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with _files_end_at(0), pytest.raises(OutputRefused, match="space is free") as refused:
+        outdir.claim(tmp_path / "out")
+    assert "cannot be written" in refused.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_is_its_owners_alone(tmp_path: Path) -> None:
+    """Whoever could open it could lock it."""
+    before = os.umask(0)
+    try:
+        claimed = outdir.claim(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / ".backintel-run").stat().st_mode) == 0o600
+    claimed.release()
 
 
 def test_of_many_runs_at_once_one_gets_the_directory(tmp_path: Path) -> None:
