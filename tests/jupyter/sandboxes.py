@@ -125,7 +125,7 @@ def leaving_nothing() -> Iterator[None]:
     deadline = time.monotonic() + 2.0
     while (left := remains() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not left
+    assert not left, left
 
 
 def guest_processes() -> dict[int, str]:

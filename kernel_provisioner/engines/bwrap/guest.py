@@ -369,11 +369,7 @@ class BwrapGuest:
         held = self._held
         left = []
         if not held.closed:
-            self.kill()
-            try:
-                async with asyncio.timeout(waiting.left(deadline)):
-                    await self.wait()
-            except TimeoutError:
+            if not await self._gone(deadline):
                 left.append(f"process {held.child.pid} of the sandbox")
             else:
                 with contextlib.suppress(OSError):
@@ -381,6 +377,18 @@ class BwrapGuest:
                 self._close()
         left += await asyncio.to_thread(cgroups.remove_all, held.group.paths, deadline)
         return left + remove_sockets(held.spec.socket_dir)
+
+    async def _gone(self, deadline: float) -> bool:
+        """Kill, and wait for the end until the deadline; False if something is still there."""
+        self.kill()
+        for share in (0.5, 1):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(waiting.left(deadline) * share):
+                    await self.wait()
+                return True
+            # A monitor that somebody stopped never ends by itself; how the guest ended is lost.
+            linux.pidfd_kill(self._held.monitor_fd, signal.SIGKILL)
+        return False
 
     def _close(self) -> None:
         held = self._held
