@@ -140,7 +140,7 @@ def test_no_way_out(guest: LiveGuest, kind: str, address: str) -> None:
 
 
 def test_no_dns(guest: LiveGuest) -> None:
-    result = guest.run("import socket; socket.getaddrinfo('example.org', 443)", timeout=10)
+    result = guest.run("import socket; socket.getaddrinfo('example.org', 443)")
     assert result.ename == "gaierror"
     text = guest.check("import socket; print(socket.gethostbyname('localhost'))")
     assert text == "127.0.0.1"

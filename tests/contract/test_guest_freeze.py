@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -56,13 +57,25 @@ def still(live: LiveGuest) -> bool:
     return False
 
 
-def until_moving(live: LiveGuest, seconds: float) -> float:
-    """Wait until the guest moves; return how long that took. Fails after ``seconds``."""
-    started = time.monotonic()
-    while still(live):
-        assert time.monotonic() - started < seconds
+def empty(group: Path) -> None:
+    """Wait until it is: a process is a zombie before the last of its threads has ended."""
+    deadline = time.monotonic() + 2.0
+    while (group / "tasks" if (group / "tasks").exists() else group / "cgroup.threads").read_text():
+        assert time.monotonic() < deadline
         time.sleep(0.002)
-    return time.monotonic() - started
+
+
+def until_moving(live: LiveGuest, seconds: float) -> float:
+    """Wait until the guest moves; return how long it surely stood. Fails after ``seconds``."""
+    started = time.monotonic()
+    stood = 0.0
+    while True:
+        begun = time.monotonic() - started
+        if not still(live):
+            return stood
+        stood = begun
+        assert stood < seconds
+        time.sleep(0.002)
 
 
 def test_the_guest_stands_still_while_it_is_held_and_no_longer(start: Starter) -> None:
@@ -81,7 +94,8 @@ def test_the_guest_stands_still_while_it_is_held_and_no_longer(start: Starter) -
     seconds = live.loop.run_until_complete(hold())
     assert not still(live)
     assert 0.3 <= seconds <= 2.0
-    assert float(live.run("print(longest)").text) >= 0.3
+    # The thread may have had no turn yet.
+    live.check("while longest < 0.3: time.sleep(0.001)")
 
 
 def test_a_hold_that_nobody_ends_is_over_in_two_seconds(start: Starter) -> None:
@@ -95,7 +109,7 @@ def test_a_hold_that_nobody_ends_is_over_in_two_seconds(start: Starter) -> None:
     waited, late, seconds = live.loop.run_until_complete(hold())
     assert late
     assert 1.0 < seconds <= 2.0
-    assert waited <= seconds + 0.5
+    assert waited <= seconds
     assert live.run("1").status == "ok"
 
 
@@ -118,12 +132,13 @@ def test_a_frozen_guest_is_killed_at_once(start: Starter) -> None:
     async def hold() -> float:
         async with live.guest.frozen():
             assert still(live)
-            killed = time.monotonic()
             live.guest.kill()
-            await live.guest.wait()
-            return time.monotonic() - killed
+            stood = until_moving(live, 4.0)
+            async with asyncio.timeout(30):
+                await live.guest.wait()
+            return stood
 
-    assert live.loop.run_until_complete(hold()) < 1.5
+    assert live.loop.run_until_complete(hold()) < 0.5, "it waited for the end of its hold"
 
 
 def test_a_frozen_guest_whose_keeper_is_killed_ends(start: Starter) -> None:
@@ -138,7 +153,7 @@ def test_a_frozen_guest_whose_keeper_is_killed_ends(start: Starter) -> None:
             assert (await live.guest.wait()).status is None
             return time.monotonic() - killed
 
-    assert live.loop.run_until_complete(hold()) < 1.5
+    assert live.loop.run_until_complete(hold()) < 2
 
 
 def test_a_sweep_ends_what_is_frozen(start: Starter) -> None:
@@ -149,7 +164,7 @@ def test_a_sweep_ends_what_is_frozen(start: Starter) -> None:
         for name, word in (("freezer.state", "FROZEN"), ("cgroup.freeze", "1")):
             if (group / name).exists():
                 (group / name).write_text(word)
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 30.0
     while not still(live):
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -198,6 +213,7 @@ def test_sigkill_of_the_supervisor_ends_a_frozen_guest(engine: str) -> None:
     os.waitpid(pid, 0)
     assert wait_gone(inside, timeout=2.0) == []
     for group in groups:
+        empty(group)
         group.rmdir()
     shutil.rmtree(directory)
 

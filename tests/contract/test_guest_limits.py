@@ -273,15 +273,15 @@ def test_sample_reads_the_guests_own_figures(start: Starter) -> None:
 
 
 def test_backstop_ends_it_although_the_supervisor_does_nothing(start: Starter) -> None:
-    live = start(backstop_s=3.0)
+    live = start(backstop_s=12.0)  # longer than a start takes on a busy host
     live.send("while True: pass")
     begin = time.monotonic()
     # Only the kernel's own timer runs: this process waits on nothing but the group's emptiness.
-    while live.processes() and time.monotonic() - begin < 10:
+    while live.processes() and time.monotonic() - begin < 30:
         os.sched_yield()
         if all(_is_zombie(pid) for pid in live.processes()):
             break
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 12 + 2
     live.wait(5)
 
 

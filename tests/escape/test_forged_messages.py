@@ -56,11 +56,11 @@ def test_a_reply_before_its_time_leaves_the_run_deadline() -> None:
         while True: pass
         """,
         cell_deadline=2,
-        run_deadline=8,
+        run_deadline=12,
     )
     assert result.reply["content"]["status"] == "ok"  # the guest's word; it cost the guest its life
     assert reason == Reason.RUN_DEADLINE
-    assert seconds < 12
+    assert seconds < 12 + 5
 
 
 @pytest.mark.parametrize("status", [137, 143, 134])
@@ -85,4 +85,4 @@ def test_no_trick_moves_the_cells_deadline(trick: str) -> None:
     code = f"{_TRICKS[trick]}\nwhile True: pass"
     _, reason, seconds = _lie(code, cell_deadline=3, run_deadline=40, on_deadline="cancel")
     assert reason == Reason.CELL_DEADLINE
-    assert seconds < 20
+    assert seconds < 30

@@ -100,7 +100,8 @@ def test_leases_and_extreme_times_do_not_hold_up_an_export(start: Starter, tmp_p
     live.wait()
     began = time.monotonic()
     assert [item.name for item in _publish(live, tmp_path / "out")] == ["future.csv", "past.csv"]
-    assert time.monotonic() - began < 5
+    # Breaking a lease takes 45 s if its holder does not answer.
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ class _Actor:
         client.start_channels()
         try:
             await self._while_alive(client.wait_for_ready(timeout=_READY_S))
+            # It may have asked twice; a part must not take the other answer for one of its own.
+            await self._while_alive(client.kernel_info(reply=True, timeout=_READY_S))
             await self._while_alive(getattr(self, f"_{self._part.does}")(client))
         except BackIntelError as error:
             # Of a restart or an export; the end of the session is reported below.
@@ -176,6 +178,10 @@ class _Actor:
         self._restarting = False
         await client.wait_for_ready(timeout=_READY_S)
         await self._plain(client)
+
+    async def _stay(self, client: Any) -> None:
+        await self._restart(client)
+        await self._sleep(client)
 
     async def _crash(self, client: Any) -> None:
         client.execute("import os; os._exit(3)")

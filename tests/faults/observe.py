@@ -104,7 +104,13 @@ def entries(directory: Path) -> list[Path]:
 
 
 def gone_by(deadline: float, look: Callable[[], list[ProcessIdentity]]) -> list[ProcessIdentity]:
-    """Look until nothing is found; return what is left at ``deadline`` (CLOCK_MONOTONIC)."""
-    while (found := look()) and time.monotonic() < deadline:
+    """Look until nothing is found; return what is left at ``deadline`` (CLOCK_MONOTONIC).
+
+    What counts is a look that begins after it: one takes long where there are many processes.
+    """
+    while True:
+        begun = time.monotonic()
+        found = look()
+        if not found or begun >= deadline:
+            return found
         time.sleep(0.01)
-    return found

@@ -179,7 +179,7 @@ def test_a_deadline_that_passed_while_the_supervisor_was_stopped_fires_when_it_g
             os.kill(box.supervisor_pid, signal.SIGCONT)
             begun = time.monotonic()
             assert (await cell).error.startswith("CellDeadlineExceeded")
-            assert time.monotonic() - begun < 2
+            assert time.monotonic() - begun < 5
 
     asyncio.run(body())
 
@@ -208,7 +208,7 @@ def test_a_supervisor_that_stops_while_it_starts_fails_the_start() -> None:
 def test_two_servers_share_a_home(lab: Lab) -> None:
     """Sessions of two processes come and go; the sudden death of some disturbs no other."""
     for victims in ((Victim.SUPERVISOR,), (Victim.CLIENT, Victim.SUPERVISOR)):
-        other, doomed = (Trial(lab, lab.part("restart", "tiny")) for _ in range(2))
+        other, doomed = (Trial(lab, lab.part(does, "tiny")) for does in ("restart", "stay"))
         doomed.strike("again attested", *victims)
         other.wait_for_end()
         assert other.told["reason"] == "Shutdown"
@@ -236,7 +236,7 @@ def test_two_sweeps_at_once(lab: Lab, dirs: StateDirs) -> None:
     sweeps = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
     lines: list[str] = []
     for process in sweeps:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         printed = json.loads(output)
         assert printed["left"] == []

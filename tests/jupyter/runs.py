@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class Run:
     report: dict[str, Any]
     progress: str
     out: Path
+    finished: float
+    """When it was over (wall time)."""
 
     @property
     def cells(self) -> list[Any]:
@@ -69,17 +72,23 @@ class Bench:
             timeout=100,
             check=False,
         )
+        finished = time.time()
         report = json.loads(done.stdout)
         assert report["exit_status"] == done.returncode
-        run = Run(done.returncode, report, done.stderr, self.out)
+        run = Run(done.returncode, report, done.stderr, self.out, finished)
         nothing_is_left(report["session"], run)
         return run
+
+
+def control_groups(session: str) -> list[str]:
+    """Return the session's control groups; those of others may come and go meanwhile."""
+    walk = os.walk("/sys/fs/cgroup")  # unlike glob(), it passes over what vanished
+    return [f"{place}/{name}" for place, names, _ in walk for name in names if session in name]
 
 
 def nothing_is_left(session: str, run: Run) -> None:
     """Check that the session left no record, no cgroup, no process and no half-written file."""
     assert run.receipt["leftovers"] == []
     assert not (state_dirs().sessions / f"{session}.json").exists()
-    found = [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/*{session}*")]
-    assert found == []
+    assert control_groups(session) == []
     assert {path.name for path in run.out.iterdir()} <= {"n.ipynb", "artifacts", "receipt.json"}

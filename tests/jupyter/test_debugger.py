@@ -134,7 +134,7 @@ def test_an_interrupt_ends_a_stopped_cell_and_keeps_variables() -> None:
 
 def test_a_deadline_interrupts_a_cell_that_stands_at_a_breakpoint() -> None:
     async def body() -> None:
-        async with sandbox(cell_deadline=6, on_deadline="interrupt", grace=20) as box:
+        async with sandbox(cell_deadline=10, on_deadline="interrupt", grace=20) as box:
             debugging = Debugging(box)
             cell, _ = await debugging.stop_at(2)
             reply = await debugging.end_of(cell)
@@ -147,12 +147,12 @@ def test_a_deadline_interrupts_a_cell_that_stands_at_a_breakpoint() -> None:
 
 def test_a_deadline_ends_a_guest_whose_cell_stands_at_a_breakpoint() -> None:
     async def body() -> None:
-        async with sandbox(cell_deadline=4, on_deadline="cancel") as box:
+        async with sandbox(cell_deadline=10, on_deadline="cancel") as box:
             debugging = Debugging(box)
             cell, _ = await debugging.stop_at(2)
             stopped = time.monotonic()
             reply = await debugging.end_of(cell)
-            assert time.monotonic() - stopped < 4 + 5
+            assert time.monotonic() - stopped < 10 + 5
             assert reply["content"]["ename"] == "CellDeadlineExceeded"
             assert debugging.shown("error", "ename") == "CellDeadlineExceeded"
             async with asyncio.timeout(15):

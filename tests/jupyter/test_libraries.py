@@ -144,12 +144,15 @@ def test_a_widget_answers_its_front_end(shared: Shared) -> None:
         data = {"method": "update", "state": {"value": 7}, "buffer_paths": []}
         message = client.session.msg("comm_msg", {"comm_id": slider["comm_id"], "data": data})
         client.shell_channel.send(message)
-        while True:
+        text = ""
+        # What one print() writes may come in several messages.
+        while not text.endswith("\n"):
             told = await client.get_iopub_msg(timeout=30)
             if told["parent_header"].get("msg_id") != message["header"]["msg_id"]:
                 continue
             if told["msg_type"] == "stream":
-                return str(told["content"]["text"])
+                text += told["content"]["text"]
+        return text
 
     assert shared.do(move()) == "moved to 7\n"
     assert shared.run("print(slider.value)").text == "7\n"

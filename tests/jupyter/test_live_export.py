@@ -39,10 +39,10 @@ def test_a_busy_sandbox_is_exported_and_goes_on(tmp_path: Path) -> None:
                 box.run(
                     "import os, time\n"
                     "open('/artifacts/a.csv', 'w').write('1,2\\n')\n"
-                    "print('written', flush=True)\n"
-                    "while True:\n"
-                    " try: time.sleep(0.01)\n"
-                    " except KeyboardInterrupt: break\n"
+                    "try:\n"
+                    " print('written', flush=True)\n"
+                    " while True: time.sleep(0.01)\n"
+                    "except KeyboardInterrupt: pass\n"
                     "print('went on')",
                     on_message=lambda message: (
                         asked.set() if message["msg_type"] == "stream" else None
@@ -84,7 +84,7 @@ async def _refused(box: Sandbox, tmp_path: Path) -> None:
 def test_exports_at_one_time_come_one_after_the_other(tmp_path: Path) -> None:
     async def body() -> None:
         async with sandbox() as box:
-            await box.run("open('/artifacts/a.bin.csv', 'wb').write(bytes(60 << 20))")
+            await box.run("open('/artifacts/a.bin.csv', 'wb').write(bytes(20 << 20))")
             desk = box.provisioner.desk
             assert desk is not None
             made = await asyncio.gather(
@@ -117,7 +117,10 @@ def test_a_cell_that_rewrites_its_file_without_end_is_read_at_one_moment(tmp_pat
                 "  n += 1\n"
                 "  text = b'%012d' % n\n"
                 "  a.seek(0); a.write(text); b.seek(0); b.write(text)\n"
-                "threading.Thread(target=count, daemon=True).start()"
+                "  begun.set()\n"
+                "begun = threading.Event()\n"
+                "threading.Thread(target=count, daemon=True).start()\n"
+                "begun.wait()"
             )
             desk = box.provisioner.desk
             assert desk is not None

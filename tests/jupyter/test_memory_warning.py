@@ -16,9 +16,10 @@ SLOWLY = """
 import time
 held = []
 def grow():
-    while True:  # 40 MiB/s, so that two seconds lie between the warning and the limit
+    held.append(b'x' * (130 << 20))  # up to some 620 MiB with what is there
+    while True:  # 20 MiB/s, so that four seconds lie between the warning and the limit
         held.append(b'x' * (2 << 20))
-        time.sleep(0.05)
+        time.sleep(0.1)
 """
 FILL = """
 for path, size in (('/workspace', 120), ('/artifacts', 60), ('/tmp', 100), ('/dev/shm', 120)):
@@ -55,7 +56,7 @@ def test_a_person_is_warned_once_before_the_limit(start: str) -> None:
             assert 0.9 * LIMIT <= facts["held_bytes"] <= LIMIT
             size = (await box.run("print(sum(map(len, held)) >> 20)")).text
             assert (int(size) > 450) is (start is HOLD)
-            again = "del held[:]\ntime.sleep(1.5)\nheld.append(bytes(400 << 20))\n"
+            again = "del held[:]\ntime.sleep(1.5)\n" + (HOLD if start is HOLD else "")
             result = await box.run(f"{again}\ngrow()", timeout=90)
             assert result.error.startswith("OutOfMemory"), "through 90 % a second time"
             assert WARNING not in result.text

@@ -15,7 +15,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
-from runs import COMMAND, Bench
+from runs import COMMAND, Bench, control_groups
 
 from kernel_provisioner.paths import state_dirs
 from kernel_provisioner.processes import is_running
@@ -70,7 +70,7 @@ def _report(child: subprocess.Popen[str]) -> dict[str, Any]:
 
 def _left(record: Record) -> list[object]:
     """Return what there still is of a session; an unreaped zombie runs no code and is nothing."""
-    left: list[object] = list(Path("/sys/fs/cgroup").glob(f"**/*{record.session}*"))
+    left: list[object] = list(control_groups(record.session))
     left += filter(is_running, (record.supervisor, *record.leftovers.processes))
     left += filter(Path.exists, (record.socket_dir, *record.leftovers.directories))
     return left
@@ -197,7 +197,6 @@ def test_each_way_to_end_badly_has_its_reason_status_and_speed(
     # Long enough for memory or 64 MiB of text on a slow machine, where neither is the event.
     deadline = 8 if code is LOOP else 90
     run = bench.run("--cell-deadline", str(deadline))
-    finished = time.time()
     assert run.status == status
     assert run.report["error"]["code"] == reason
     assert run.errors[-1] == reason
@@ -211,4 +210,4 @@ def test_each_way_to_end_badly_has_its_reason_status_and_speed(
         event = float(run.cells[1].outputs[-2].evalue)
     else:
         assert run.report["ended"]["reason"] == reason
-    assert finished - event < 5
+    assert run.finished - event < 5

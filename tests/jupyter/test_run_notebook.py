@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pty
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def test_a_run_deadline_ends_the_run(bench: Bench) -> None:
     """nbclient#212: the whole notebook has a deadline, and what it printed until then is saved."""
     sleep = "import time\nfor _ in range(60): time.sleep(1)"
     bench.write("print('first')", "print('second', flush=True)\n" + sleep, "print('no')")
-    run = bench.run("--run-deadline", "7")
+    run = bench.run("--run-deadline", "15")
     assert run.status == 4
     assert run.errors == ["RunDeadlineExceeded"]
     assert [cell.outputs[0].text for cell in run.cells[:2]] == ["first\n", "second\n"]
@@ -203,7 +204,7 @@ def test_what_the_notebook_says_of_itself_changes_nothing(bench: Bench) -> None:
 
 
 def test_progress_on_a_terminal_is_one_line_that_changes(bench: Bench) -> None:
-    bench.write("import time; time.sleep(1.2)")
+    bench.write("import time; time.sleep(3)")
     leader, follower = pty.openpty()
     command = [*COMMAND, "run", str(bench.notebook), "--out", str(bench.out)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=follower) as child:
@@ -219,9 +220,11 @@ def test_progress_on_a_terminal_is_one_line_that_changes(bench: Bench) -> None:
             shown += chunk
         assert child.wait(timeout=60) == 0
     os.close(leader)
-    assert b"cell 1/1  import time; time.sleep(1.2)  0 s" in shown
-    assert b"cell 1/1  import time; time.sleep(1.2)  1 s" in shown
-    assert b"done in 1." in shown
+    # Each is drawn over the one before; a busy host may leave one out.
+    drawn = re.findall(rb"\r\x1b\[2K  cell 1/1  import time; time\.sleep\(3\)  (\d+) s", shown)
+    assert len(set(drawn)) >= 2
+    assert drawn == sorted(drawn, key=int)
+    assert re.search(rb"time\.sleep\(3\)  done in [3-9]\.\d s\r?\n", shown)
 
 
 def test_a_run_that_names_no_engine_is_of_smolvm_or_refused(bench: Bench, tmp_path: Path) -> None:
