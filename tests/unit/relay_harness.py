@@ -45,6 +45,9 @@ SCHEME = "hmac-sha256"
 SERVER = GREETING + encode_ready(b"XPUB")
 CLIENT = GREETING + encode_ready(b"SUB")
 
+PATIENCE_S = 60.0
+"""For what comes at once: a busy machine may keep any thread waiting for seconds."""
+
 LAUNCHER = """
 import zmq
 from ipykernel.kernelapp import IPKernelApp
@@ -96,7 +99,7 @@ class RecordingMonitor:
     def violation(self, detail: str) -> None:
         self._note("violation", detail)
 
-    def wait_for(self, *call: str, timeout: float = 10.0) -> tuple[str, ...]:
+    def wait_for(self, *call: str, timeout: float = PATIENCE_S) -> tuple[str, ...]:
         """Return the first call that begins with ``call``; fail after ``timeout`` seconds."""
         with self.changed:
             found: list[tuple[str, ...]] = []
@@ -137,7 +140,7 @@ class RelayThread:
         self._thread.start()
         self.run(self.relay.start())
 
-    def run(self, work: Coroutine[Any, Any, Any], timeout: float = 30.0) -> Any:
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float = PATIENCE_S) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -152,7 +155,7 @@ class RelayThread:
     def stop(self) -> None:
         self.run(self.relay.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         self.loop.close()
 
     def connection_info(self, ip: str) -> dict[str, Any]:
@@ -200,7 +203,7 @@ class Kernel:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not all(path.exists() for path in sockets):
             assert self.process.poll() is None, (directory / "kernel.err").read_text()
             assert time.monotonic() < deadline
@@ -208,7 +211,7 @@ class Kernel:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
 
 
 @contextmanager
@@ -245,13 +248,13 @@ class HostileGuest:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(str(path))
             listener.listen(8)
-            listener.settimeout(10)
+            listener.settimeout(PATIENCE_S)
             self._listeners[channel] = listener
         self.accepted: list[socket.socket] = []
 
     def accept(self, channel: str) -> socket.socket:
         sock, _ = self._listeners[channel].accept()
-        sock.settimeout(10)
+        sock.settimeout(PATIENCE_S)
         self.accepted.append(sock)
         return sock
 
@@ -262,7 +265,7 @@ class HostileGuest:
 
 def connect(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(10)
+    sock.settimeout(PATIENCE_S)
     sock.connect(str(path))
     return sock
 

@@ -15,6 +15,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from relay_harness import (
     CLIENT,
     KEY,
+    PATIENCE_S,
     SCHEME,
     SERVER,
     HostileGuest,
@@ -55,8 +56,18 @@ def directory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def relay(directory: Path) -> Iterator[RelayThread]:
-    bounds = RelayBounds(stall_s=1.0, cell_messages=50, dial_s=2.0)
+def stall_s() -> float:
+    """Longer than a busy machine keeps a test waiting that sends a message by parts."""
+    return 60.0
+
+
+SOON = pytest.mark.parametrize("stall_s", [1.0])
+"""For the tests of a guest that stalls."""
+
+
+@pytest.fixture
+def relay(directory: Path, stall_s: float) -> Iterator[RelayThread]:
+    bounds = RelayBounds(stall_s=stall_s, cell_messages=50, dial_s=20.0)
     relay = RelayThread(directory, bounds=bounds)
     yield relay
     relay.stop()
@@ -159,6 +170,7 @@ def test_a_client_that_does_not_read_holds_the_guest_back(
     client.close()
 
 
+@SOON
 @pytest.mark.parametrize(
     "start",
     [
@@ -177,10 +189,11 @@ def test_a_guest_that_stops_inside_something_is_in_violation(
     client.sendall(CLIENT)
     hostile = guest.accept("iopub")
     hostile.sendall(start)
-    assert "does not finish" in relay.monitor.wait_for("violation", timeout=8)[1]
+    assert "does not finish" in relay.monitor.wait_for("violation")[1]
     client.close()
 
 
+@SOON
 def test_dribbling_a_held_message_is_no_progress(relay: RelayThread, guest: HostileGuest) -> None:
     client = connect(relay.client_paths["iopub"])
     client.sendall(CLIENT)
@@ -197,10 +210,11 @@ def test_dribbling_a_held_message_is_no_progress(relay: RelayThread, guest: Host
     except (BrokenPipeError, ConnectionResetError):
         pass
     assert relay.monitor.wait_for("violation")
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 30  # it would take a minute
     client.close()
 
 
+@SOON
 def test_an_idle_guest_is_no_violation(relay: RelayThread, guest: HostileGuest) -> None:
     client = connect(relay.client_paths["iopub"])
     client.sendall(CLIENT)
@@ -248,7 +262,7 @@ def test_a_held_message_of_a_dead_guest_leaves_no_trace(
     assert got.count(b"display_data") == 1
     assert got.startswith(whole)
     assert b"GuestLost" in got
-    assert b"GuestLost" in shell.shell.recv(1 << 16)
+    until(shell.shell, b"GuestLost")
     shell.close()
 
 
@@ -274,7 +288,7 @@ def test_death_inside_a_frame_closes_and_is_told_after_the_reconnect(
     assert told.index(b'"error"') < told.index(b'"idle"')
     assert b"GuestLost" in told
     assert b"GuestLost" in until(shell.shell, b"execute_reply")
-    assert waiting.result(10) == 1
+    assert waiting.result(PATIENCE_S) == 1
     again.close()
     shell.close()
 
@@ -365,9 +379,9 @@ def test_guest_with_a_full_backlog_is_dialled_again(relay: RelayThread) -> None:
     client = connect(relay.client_paths["shell"])
     client.sendall(GREETING)
     listener.accept()[0].close()
-    listener.settimeout(5)
+    listener.settimeout(PATIENCE_S)
     accepted, _ = listener.accept()
-    accepted.settimeout(5)
+    accepted.settimeout(PATIENCE_S)
     assert receive(accepted, len(GREETING)) == GREETING
     for sock in (first, client, accepted, listener):
         sock.close()
@@ -476,7 +490,7 @@ def test_blocking_client_of_a_dead_relay_gets_its_answer(directory: Path) -> Non
     relay.run(relay.relay.fail_pending("GuestLost", "gone", timeout=0.1))
     client: BlockingKernelClient = relay.client()
     msg_id = client.kernel_info()
-    reply = client.get_shell_msg(timeout=5)
+    reply = client.get_shell_msg(timeout=PATIENCE_S)
     assert reply["parent_header"]["msg_id"] == msg_id
     assert (reply["msg_type"], reply["content"]["ename"]) == ("kernel_info_reply", "GuestLost")
     client.stop_channels()
