@@ -71,7 +71,7 @@ class Machine:
 
     async def connect(self) -> socket.socket:
         """Return a greeted control connection as soon as the agent listens."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         listing = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         while not (children := listing.read_text().split()):
             assert time.monotonic() < deadline
@@ -95,7 +95,7 @@ class Machine:
         else:
             (self.samples if "sample" in message else self.frames).put_nowait(message)
 
-    async def frame(self, timeout: float = 30) -> dict[str, Any]:
+    async def frame(self, timeout: float = 60) -> dict[str, Any]:
         return await asyncio.wait_for(self.frames.get(), timeout)
 
     def frozen(self) -> AbstractAsyncContextManager[Hold]:
@@ -126,7 +126,7 @@ class Machine:
             {"transport": "ipc", "ip": str(self.directory / "k"), **go, **ports}
         )
         client.start_channels()
-        await client.wait_for_ready(timeout=30)
+        await client.wait_for_ready(timeout=60)
         return client
 
 
@@ -176,7 +176,7 @@ async def machine(directory: Path, group_is: str = "true") -> AsyncIterator[Mach
         subprocess.run(
             ["unshare", "--mount", "bash", "-euc", _GROUP_GONE, "gone", str(stage), group],
             check=True,
-            timeout=20,
+            timeout=60,
         )
 
 
@@ -187,5 +187,5 @@ async def run(client: AsyncKernelClient, code: str) -> str:
         content = message["content"]
         texts.append(content.get("text") or content.get("evalue") or "")
 
-    await client.execute_interactive(code, timeout=30, output_hook=collect, allow_stdin=False)
+    await client.execute_interactive(code, timeout=60, output_hook=collect, allow_stdin=False)
     return "".join(texts).strip()

@@ -255,7 +255,7 @@ def test_help_and_listing_import_nothing_of_jupyter() -> None:
         " & {'jupyter_client', 'nbformat', 'nbclient', 'zmq', 'traitlets', 'jsonschema'}))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=100, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -273,7 +273,7 @@ def _with_streams(redirection: str, *words: str) -> tuple[int, str]:
         ["bash", "-c", f'set -o pipefail; "$@" {redirection}', "bash", *BACKINTEL, *words],
         stderr=subprocess.PIPE,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
     )
     return done.returncode, done.stderr
@@ -286,7 +286,7 @@ def test_a_reader_that_left_is_no_error() -> None:
         [*BACKINTEL, "sessions"], stdout=writable, stderr=subprocess.PIPE, text=True
     ) as child:
         os.close(writable)
-        _, errors = child.communicate(timeout=30)
+        _, errors = child.communicate(timeout=100)
     assert child.returncode == 0
     assert errors == ""
 
@@ -322,7 +322,7 @@ def test_closed_streams_do_not_become_other_files() -> None:
     )
     readable, writable = os.pipe()
     shell = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code, str(writable)]
-    subprocess.run(shell, pass_fds=(writable,), timeout=30, check=True)
+    subprocess.run(shell, pass_fds=(writable,), timeout=100, check=True)
     os.close(writable)
     with open(readable) as pipe:
         assert pipe.read() == "/dev/null /dev/null /dev/null"
@@ -345,7 +345,7 @@ def test_a_signal_unwinds(signum: signal.Signals, status: int) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signum)
-        rest, _ = child.communicate(timeout=30)
+        rest, _ = child.communicate(timeout=100)
     assert (child.returncode, rest) == (status, "cleaned\n")
 
 

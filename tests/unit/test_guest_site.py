@@ -193,8 +193,9 @@ def pip(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str
 
 
 def test_pip_install_fails_at_once_naming_policy_and_package() -> None:
-    seconds = []
-    for _ in range(3):
+    seconds: list[float] = []
+    # The least of several: a busy machine adds to each, but a network that is waited for would too.
+    while len(seconds) < 3 or (min(seconds) >= 1 and len(seconds) < 12):
         start = time.monotonic()
         done = pip("install", "--index-url", "https://example.invalid", "seaborn")
         seconds.append(time.monotonic() - start)

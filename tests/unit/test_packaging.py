@@ -35,7 +35,7 @@ BUILD = (
 def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     target = tmp_path_factory.mktemp("wheel")
     subprocess.run(
-        [sys.executable, "-c", BUILD, str(target)], cwd=repository, check=True, timeout=60
+        [sys.executable, "-c", BUILD, str(target)], cwd=repository, check=True, timeout=110
     )
     (path,) = target.glob("*.whl")
     return zipfile.ZipFile(path)
@@ -120,7 +120,7 @@ def test_the_front_end_ships_built_and_small(wheel: zipfile.ZipFile) -> None:
 def test_an_sdist_holds_the_front_end_as_source_and_built(repository: Path, tmp_path: Path) -> None:
     code = BUILD.replace("build_wheel", "build_sdist")
     command = [sys.executable, "-c", code, str(tmp_path)]
-    subprocess.run(command, cwd=repository, check=True, timeout=60)
+    subprocess.run(command, cwd=repository, check=True, timeout=110)
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
@@ -146,7 +146,7 @@ def test_a_checkout_without_the_built_front_end_installs_editable_and_gives_no_w
             env={"PATH": "/nothing"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=110,
         )
 
     editable = build(BUILD.replace("build_wheel", "build_editable"))
@@ -197,7 +197,7 @@ def test_a_launch_does_not_wait_for_what_it_does_not_need() -> None:
         "print(*sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-I", "-c", code], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", "-c", code], check=True, capture_output=True, text=True, timeout=110
     )
     late = {"asyncio", "logging", "subprocess", "tarfile", "sqlite3", "ssl", "tempfile"}
     assert late.isdisjoint(done.stdout.split())
@@ -214,7 +214,7 @@ def test_the_supervisor_imports_only_the_standard_library() -> None:
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert set(done.stdout.split()) <= {"__main__"}
 

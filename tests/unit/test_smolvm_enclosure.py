@@ -77,13 +77,13 @@ def test_signal_kill_artifacts_and_the_end_of_the_host(tmp_path: Path) -> None:
             try:
                 await run(client, "open('/artifacts/a.csv', 'w').write('a,b\\n')")
                 await run(client, "import os; os.symlink('/etc/shadow', '/artifacts/link.txt')")
-                sample = (await asyncio.wait_for(made.samples.get(), 10))["sample"]
+                sample = (await asyncio.wait_for(made.samples.get(), 60))["sample"]
                 assert sample["memory_bytes"] > 0 and sample["tasks"] > 0
                 busy = client.execute("print('busy')\nwhile True: pass")
-                while (message := await client.get_iopub_msg(timeout=20))["msg_type"] != "stream":
+                while (message := await client.get_iopub_msg(timeout=60))["msg_type"] != "stream":
                     assert message
                 made.control.send({"op": "signal", "signum": 2, "msg_id": busy})
-                reply = await client.get_shell_msg(timeout=20)
+                reply = await client.get_shell_msg(timeout=60)
                 assert reply["content"]["ename"] == "KeyboardInterrupt"
                 made.control.send({"op": "kill"})
                 assert (await made.frame())["exited"] == -9
@@ -96,7 +96,7 @@ def test_signal_kill_artifacts_and_the_end_of_the_host(tmp_path: Path) -> None:
             assert kinds == {"a.csv": tarfile.REGTYPE, "link.txt": tarfile.SYMTYPE}
             # A host that is gone ends the whole machine: its first process ends by itself.
             made.control.close()
-            assert await asyncio.to_thread(made.process.wait, 10) == 0
+            assert await asyncio.to_thread(made.process.wait, 60) == 0
 
     asyncio.run(scenario())
 
@@ -157,8 +157,8 @@ def test_an_attempt_that_nobody_answers_is_soon_followed_by_another(tmp_path: Pa
 
         async with await asyncio.start_unix_server(take, place):
             began = time.monotonic()
-            sock = await connection.connect(place, began + 20, lambda: False)
-            assert time.monotonic() - began < 5
+            sock = await connection.connect(place, began + 100, lambda: False)
+            assert time.monotonic() - began < 50
             assert len(taken) == 4
             sock.close()
             for writer in taken:

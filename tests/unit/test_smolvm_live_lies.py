@@ -195,7 +195,7 @@ def test_a_machine_that_goes_while_it_is_held_makes_the_copy_late() -> None:
             peer.gone.set_result(None)
         assert hold.late
         # From then on there is nothing to hold, and nobody to be asked in vain.
-        async with asyncio.timeout(5), peer.still.frozen():
+        async with asyncio.timeout(60), peer.still.frozen():
             pass
 
     asyncio.run(scenario())

@@ -472,7 +472,7 @@ def test_staging_beside_an_active_writer_is_of_one_moment(place: Path, mode: str
     folder = place / "db"
     folder.mkdir()
     connection = database(folder / "x.db", mode, rows=20000)
-    connection.execute("PRAGMA busy_timeout=10000")
+    connection.execute("PRAGMA busy_timeout=60000")
     stop, written = threading.Event(), threading.Event()
     failures: list[BaseException] = []
 
@@ -493,7 +493,7 @@ def test_staging_beside_an_active_writer_is_of_one_moment(place: Path, mode: str
     try:
         assert written.wait(30)
         for number in range(5):
-            stage_sqlite(folder / "x.db", place / f"copy{number}", deadline=time.monotonic() + 30)
+            stage_sqlite(folder / "x.db", place / f"copy{number}", deadline=time.monotonic() + 60)
     finally:
         stop.set()
         writer.join()

