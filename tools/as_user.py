@@ -80,11 +80,13 @@ def empty(directory: Path) -> None:
         if path.is_dir():
             empty(path)
     while time.monotonic() < deadline:
-        for member in (directory / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(member), signal.SIGKILL)
         try:
+            for member in (directory / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(member), signal.SIGKILL)
             directory.rmdir()
+        except FileNotFoundError:
+            return  # whoever made it was quicker
         except OSError:
             time.sleep(0.05)
         else:
@@ -99,8 +101,9 @@ def main() -> int:
         return 2
     if subprocess.run(["/usr/bin/python3", "-c", "import ensurepip"], check=False).returncode:
         # The user cannot install what its virtual environment needs.
-        command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "python3-venv"]
-        subprocess.run(["apt-get", "update", "-qq"], check=True)
+        apt = ["apt-get", "-o", "Acquire::Retries=3", "-qq"]
+        command = [*apt, "install", "-y", "--no-install-recommends", "python3-venv"]
+        subprocess.run([*apt, "update"], check=True)
         subprocess.run(command, check=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
     checkout = Path(__file__).resolve().parent.parent
     with ordinary_user() as user, delegated(user) as cgroups:

@@ -98,8 +98,9 @@ def need(*programs: str) -> None:
     packages = {"debootstrap": "debootstrap", "mkfs.ext4": "e2fsprogs"}
     missing = [packages[name] for name in programs if shutil.which(name) is None]
     if missing:
-        call("apt-get", "update", "-q")
-        call("apt-get", "install", "-y", "-q", "--no-install-recommends", *missing)
+        retries = ("-o", "Acquire::Retries=3")
+        call("apt-get", *retries, "update", "-q")
+        call("apt-get", *retries, "install", "-y", "-q", "--no-install-recommends", *missing)
 
 
 def archive_url() -> str:
