@@ -87,7 +87,7 @@ def test_a_held_lock_is_seen_from_another_process(dirs: StateDirs) -> None:
             [sys.executable, "-c", source, str(dirs.data)],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=100,
             check=True,
         )
     assert done.stdout.strip() == "warn"
