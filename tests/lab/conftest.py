@@ -49,7 +49,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         database.execute("CREATE TABLE line (text)")
     kernelspec(data, "with-book", engine="bwrap", profile="small", sources={"book": str(book)})
     kernelspec(data, "bad-source", engine="bwrap", sources={"files": "/etc"})
-    kernelspec(data, "hasty", engine="bwrap", cell_deadline=1, grace=5)
+    kernelspec(data, "hasty", engine="bwrap", cell_deadline=1, grace=60)
     kernelspec(data, "small", engine="bwrap", profile="small")
     config = home / "xdg" / "backintel"
     config.mkdir(parents=True)

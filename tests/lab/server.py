@@ -23,6 +23,9 @@ from tornado.websocket import WebSocketClientConnection, websocket_connect
 API = "backintel/api"
 TOKEN = "of-this-test"  # noqa: S105 - it guards nothing
 START_S = 60
+STOP_S = 60
+WAIT_S = 100
+"""For one event: a busy machine needs its time for the start of a sandbox."""
 SPEC = {
     "argv": ["python3", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
     "display_name": "test",
@@ -104,19 +107,21 @@ class Server:
         return self.kernels[-1]
 
     def stop(self, kernel: str) -> None:
-        """Shut a kernel down.
+        """Shut a kernel down; one that ended for good may be forgotten meanwhile.
 
         jupyter_client (8.10) cannot while it restarts a kernel by itself, which goes on for some
-        milliseconds after the kernel is ready: InvalidStateError, status 500.
+        milliseconds after the kernel is ready: InvalidStateError, status 500. A restart has the
+        time of a start.
         """
         if kernel not in self.kernels:
             return
         self.kernels.remove(kernel)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + START_S
         answer = self.request("DELETE", f"api/kernels/{kernel}")
         while answer.status == 500 and time.monotonic() < deadline:
+            time.sleep(0.1)  # the restart needs the processor too
             answer = self.request("DELETE", f"api/kernels/{kernel}")
-        assert answer.status == 204, answer.body
+        assert answer.status in (204, 404), answer.body
 
     async def socket(self, path: str) -> WebSocketClientConnection:
         return await websocket_connect(
@@ -146,7 +151,7 @@ class Server:
 async def closed(connection: WebSocketClientConnection) -> None:
     """Close a websocket and wait until it is."""
     connection.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while await connection.read_message() is not None:
             pass
 
@@ -188,7 +193,7 @@ class Channels:
     async def until(self, msg_id: str, msg_type: str | None) -> list[dict[str, Any]]:
         """Return the messages of a cell up to the one of this type, or the next of any type."""
         found = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while True:
                 raw = await self.connection.read_message()
                 assert raw is not None, "the kernel's websocket was closed"
@@ -206,7 +211,7 @@ class Channels:
         msg_id = self.send(code)
         text = ""
         waited_for = {"reply", "idle"}
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while waited_for:
                 (message,) = await self.until(msg_id, None)
                 content = message["content"]
@@ -227,15 +232,16 @@ class Events:
 
     connection: WebSocketClientConnection
 
-    async def until(self, event: str) -> list[dict[str, Any]]:
-        """Return the events of ours up to the first of this kind."""
+    async def until(self, event: str, kernel: str | None = None) -> list[dict[str, Any]]:
+        """Return the events of ours, or of this kernel, up to the first of this kind."""
         found = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while True:
                 raw = await self.connection.read_message()
                 assert raw is not None, "the event bus was closed"
                 message = json.loads(raw)
-                if message["schema_id"].startswith("https://backintel-sandbox.invalid/"):
+                ours = message["schema_id"].startswith("https://backintel-sandbox.invalid/")
+                if ours and kernel in (None, message["kernel_id"]):
                     found.append(message)
                     if message["event"] == event:
                         return found
@@ -285,7 +291,7 @@ def jupyter_server(home: Path) -> Iterator[Server]:
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

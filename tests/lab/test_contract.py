@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -179,8 +181,12 @@ def test_a_supervisor_that_hangs_is_told_within_seconds(server: Server) -> None:
             check(operation, answer.result())
     finally:
         os.kill(pid, signal.SIGCONT)
-    check("getStatus", server.ours(kernel))
-    assert server.ours(kernel).status == 200
+    # It has five old questions to answer first.
+    deadline = time.monotonic() + 60
+    while (answer := server.ours(kernel)).status == 504 and time.monotonic() < deadline:
+        check("getStatus", answer)
+    assert answer.status == 200
+    check("getStatus", answer)
 
 
 def test_a_sandbox_that_is_being_started_says_so(server: Server) -> None:
@@ -188,22 +194,25 @@ def test_a_sandbox_that_is_being_started_says_so(server: Server) -> None:
 
 
 async def _while_it_starts(server: Server) -> None:
+    """It waits for a database that somebody writes to, until that is committed."""
     kernel = "11111111-2222-3333-4444-555555555555"
-    async with server.events() as events:
-        starting = asyncio.create_task(
-            asyncio.to_thread(
-                server.request, "POST", "api/kernels", {"name": "hasty", "kernel_id": kernel}
+    book = sqlite3.connect(server.root.parent / "book.sqlite", isolation_level=None)
+    with contextlib.closing(book) as writer:
+        writer.execute("BEGIN EXCLUSIVE")
+        async with server.events() as events:
+            starting = asyncio.create_task(
+                asyncio.to_thread(
+                    server.request,
+                    "POST",
+                    "api/kernels",
+                    {"name": "with-book", "kernel_id": kernel},
+                )
             )
-        )
-        await events.until("phase")
-        pid = supervisor(kernel)
-        os.kill(pid, signal.SIGSTOP)
-        try:
+            await events.until("phase", kernel)
             status = await asyncio.to_thread(server.ours, kernel)
             receipt = await asyncio.to_thread(server.ours, kernel, "/receipt")
-        finally:
-            os.kill(pid, signal.SIGCONT)
         server.kernels.append(kernel)
+        writer.execute("COMMIT")
         assert (await starting).status == 201
     check("getStatus", status)
     assert status.json["state"] == "starting"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from contract import check
 from sandboxes import remains
-from server import API, Answer, Server, jupyter_server, kernelspec
+from server import API, STOP_S, WAIT_S, Answer, Server, jupyter_server, kernelspec
 
 from kernel_provisioner.engines.base import ProcessIdentity
 from kernel_provisioner.paths import state_dirs
@@ -161,7 +161,7 @@ async def _figures(server: Server) -> None:
 
 async def _until(server: Server, kernel: str, holds: Callable[[dict], bool]) -> dict:  # type: ignore[type-arg]
     """Ask until the status is so; each answer must be as documented."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         while True:
             answer = await later(server.ours, kernel)
             check("getStatus", answer)
@@ -365,9 +365,10 @@ async def _waiting(server: Server) -> None:
 
 
 def test_events_and_metrics_tell_a_deadline(server: Server) -> None:
-    before = metric(server, 'backintel_deadlines_total{clock="cell"}')
+    late = 'backintel_deadlines_total{clock="cell"}'
+    (before,) = metrics(server, late)
     asyncio.run(_late(server))
-    assert metric(server, 'backintel_deadlines_total{clock="cell"}') == before + 1
+    assert metrics(server, late) == [before + 1]
 
 
 async def _late(server: Server) -> None:
@@ -427,7 +428,7 @@ def test_a_server_that_stops_during_a_start_leaves_nothing(tmp_path: Path) -> No
         writer.execute("BEGIN EXCLUSIVE")
         supervisors = asyncio.run(_stopped_while_starting(tmp_path))
         # They end with their server, and not with the writer.
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + STOP_S
         while any(map(is_running, supervisors)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_running, supervisors))
@@ -450,13 +451,15 @@ async def _stopped_while_starting(home: Path) -> list[ProcessIdentity]:
     return supervisors
 
 
-def metric(server: Server, name: str) -> float:
-    """Return one figure of Jupyter's own page of metrics; 0 if it is not there yet."""
+def metrics(server: Server, *names: str) -> list[float]:
+    """Return figures of one look at Jupyter's own page of metrics; 0 for what is not there yet."""
     page = server.get("metrics").body.decode()
-    for line in page.splitlines():
-        if line.startswith(name + " "):
-            return float(line.rpartition(" ")[2])
-    return 0.0
+    told = {
+        name: float(value)
+        for name, _, value in (x.rpartition(" ") for x in page.splitlines())
+        if name in names
+    }
+    return [told.get(name, 0.0) for name in names]
 
 
 def test_metrics_count_what_happens(server: Server) -> None:
@@ -467,17 +470,21 @@ def test_metrics_count_what_happens(server: Server) -> None:
         "published": 'backintel_exports_total{result="published"}',
         "refused": 'backintel_exports_total{result="refused"}',
     }
-    before = {key: metric(server, name) for key, name in names.items()}
+    states = [
+        f'backintel_sessions{{engine="bwrap",state="{state}"}}'
+        for state in ("starting", "idle", "busy")
+    ]
+    before = metrics(server, *names.values())
+    others = sum(metrics(server, *states))
     kernel = server.start()
-    idle = metric(server, 'backintel_sessions{engine="bwrap",state="idle"}')
-    starting = metric(server, 'backintel_sessions{engine="bwrap",state="starting"}')
-    assert idle + starting >= 1
+    assert sum(metrics(server, *states)) == others + 1
     assert server.export(kernel, "counted").status == 200
     run(server, kernel, "import os; os.symlink('/etc', '/artifacts/e.csv')")
     assert server.export(kernel, "counted-not").status == 422
     server.stop(kernel)
-    after = {key: metric(server, name) for key, name in names.items()}
-    assert {key: after[key] - before[key] for key in names} == dict.fromkeys(names, 1.0)
+    after = metrics(server, *names.values())
+    grown = [now - then for now, then in zip(after, before, strict=True)]
+    assert dict(zip(names, grown, strict=True)) == dict.fromkeys(names, 1.0)
 
 
 def test_memory_that_nears_its_limit_is_told_before_it_ends(server: Server) -> None:
