@@ -23,11 +23,11 @@ from playwright.sync_api import APIResponse, Browser, Locator, Page, expect
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".data" / "lab"
-START_S = 60.0
+START_S = 120.0
 """How long a Jupyter server may take to come up."""
-STOP_S = 20.0
+STOP_S = 60.0
 SLOW_MS = 60_000
-"""How long a page may take over what includes the start of a sandbox."""
+"""How long a page may take over anything, also the start of a sandbox."""
 
 # The smallest that an ordinary kernel starts in.
 PROFILES = """
@@ -66,9 +66,12 @@ class Lab:
         self.root = home / "files"
         self.root.mkdir(parents=True)
         self.token = secrets.token_hex(16)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        # Held for as long as this object lives, also while no server listens: a socket that is
+        # bound and does not listen keeps everybody away who does not ask for this very port.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.port = self._held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._home = home
         self._log: list[str] = []
@@ -99,6 +102,7 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self._held.close()
 
     def start(self) -> None:
         """Start the server and return when it answers. Raises AssertionError with its log."""
@@ -259,7 +263,9 @@ class Person:
         """Ask the server beside the page."""
         headers = {"Authorization": f"token {self.lab.token}"}
         request = self.page.context.request
-        return request.fetch(f"{self.lab.url}/{path}", method=method, headers=headers)
+        return request.fetch(
+            f"{self.lab.url}/{path}", method=method, headers=headers, timeout=SLOW_MS
+        )
 
     def leave(self) -> None:
         """Close the browser profile and end all kernels of the server."""
@@ -278,6 +284,7 @@ class Person:
         deadline = time.monotonic() + STOP_S
         gone = self.ask(f"api/kernels/{kernel_id}", "DELETE")
         while gone.status == 500 and time.monotonic() < deadline:
+            time.sleep(0.1)  # the restart needs the processor too
             gone = self.ask(f"api/kernels/{kernel_id}", "DELETE")
         assert gone.ok or gone.status == 404, gone.text()
 
@@ -294,4 +301,5 @@ class Person:
 def person(browser: Browser, lab: Lab, **options: Any) -> Person:
     """Return somebody with a fresh browser profile."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, **options)
+    context.set_default_timeout(SLOW_MS)
     return Person(context.new_page(), lab)

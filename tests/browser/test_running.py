@@ -14,17 +14,22 @@ from playwright.sync_api import expect
 # Several starts of sandboxes and pages, also on a loaded machine.
 pytestmark = pytest.mark.timeout(400)
 
-# How often the page drew within so many milliseconds, and for how long it did not, at most.
-DRAWN = """length => new Promise(done => {
+# How often the page drew in how many milliseconds, and for how long it did not, at most: for 10 s,
+# or, where it drew less than once a second by then, for up to 40 s.
+DRAWN = """() => new Promise(done => {
     const began = performance.now();
     let before = began;
     let frames = 0;
     let longest = 0;
-    const drawn = now => {
+    const drawn = () => {
+        const now = performance.now();
+        const passed = now - began;
         frames += 1;
         longest = Math.max(longest, now - before);
         before = now;
-        now - began < length ? requestAnimationFrame(drawn) : done([frames, longest]);
+        passed < 10_000 || (passed < 40_000 && frames * 1000 < passed)
+            ? requestAnimationFrame(drawn)
+            : done([frames, passed, longest]);
     };
     requestAnimationFrame(drawn);
 })"""
@@ -86,11 +91,10 @@ def test_a_flood_of_output_does_not_freeze_the_page(someone: Person, lab: Lab) -
     someone.ready()
     someone.run(0)
     someone.sees_output(0, "1000 xxx")
-    frames, longest_ms = someone.page.evaluate(DRAWN, 10_000)
-    # A loaded machine stretches each gap (2 to 3 s were seen on two cores), but not all of them at
-    # once: 18 frames and more were seen. A page that hangs for seconds each time draws fewer.
-    assert longest_ms < 5_000
-    assert frames >= 10
+    frames, passed_ms, longest_ms = someone.page.evaluate(DRAWN)
+    # A loaded machine stretches single gaps (2 to 3 s were seen on two cores), but not all of them.
+    assert frames * 1000 >= passed_ms
+    assert longest_ms < 15_000
     someone.page.locator(".lm-MenuBar-item", has_text="Kernel").first.click()
     expect(someone.page.locator(".lm-Menu-item", has_text="Interrupt Kernel")).to_be_visible()
     someone.page.locator(".lm-Menu-item", has_text="Interrupt Kernel").click()
@@ -107,7 +111,7 @@ def test_the_status_item_shows_engine_memory_clock_time_and_network(
     someone.ready()
     expect(someone.part("badge")).to_have_text("Weaker isolation")
     expect(someone.part("network")).to_have_text("Offline")
-    expect(someone.part("left")).to_have_text(re.compile(r"7 h 59 min left"))
+    expect(someone.part("left")).to_have_text(re.compile(r"7 h 5\d min left"))
     before = someone.part("memory").inner_text()
     assert re.fullmatch(r"\d+ MB / 2 GB", before)
     someone.run(0)
@@ -116,28 +120,30 @@ def test_the_status_item_shows_engine_memory_clock_time_and_network(
 
 
 def test_a_running_cells_clock_ticks_against_its_deadline(someone: Person, lab: Lab) -> None:
-    someone.open(lab.notebook("clock.ipynb", "backintel-sandbox", "import time; time.sleep(60)"))
+    someone.open(lab.notebook("clock.ipynb", "backintel-sandbox", "import time; time.sleep(110)"))
     someone.ready()
     someone.run(0)
     clock = someone.part("cell")
-    expect(clock).to_have_text(re.compile(r"Cell \d s / 2 min"))
+    expect(clock).to_have_text(re.compile(r"Cell (1 min )?\d+ s / 2 min"))
     shown = clock.inner_text()
     expect(clock).not_to_have_text(shown)
     someone.status.click()
     details = someone.page.get_by_role("dialog", name="Sandbox")
     expect(details).to_contain_text("namespaces: weaker isolation")
-    expect(details).to_contain_text(re.compile(r"This cell\d+ s / 2 min"))
+    expect(details).to_contain_text(re.compile(r"This cell(1 min )?\d+ s / 2 min"))
     someone.page.keyboard.press("Escape")
     expect(details).to_be_hidden()
     expect(someone.status).to_be_focused()
 
 
 def test_an_interrupt_keeps_the_variables(someone: Person, lab: Lab) -> None:
-    cells = ("x = 6 * 7", "while True: pass", "print('still', x)")
+    cells = ("x = 6 * 7", "print('at work')\nwhile True: pass", "print('still', x)")
     someone.open(lab.notebook("interrupt.ipynb", "backintel-sandbox", *cells))
     someone.ready()
     someone.run(0)
     someone.run(1)
+    # An interrupt goes another way than the cells: it might come before them.
+    someone.sees_output(1, "at work")
     expect(someone.part("cell")).to_be_visible()
     someone.page.locator(
         "[data-command='notebook:interrupt-kernel'], [title^='Interrupt']"
