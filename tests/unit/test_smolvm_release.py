@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from kernel_provisioner.engines.smolvm import pin, release
+from kernel_provisioner.engines.smolvm import pin, prepare, release
 from kernel_provisioner.errors import EngineUnavailable
 from kernel_provisioner.images.receipt import settle, stat_listing
 from kernel_provisioner.paths import StateDirs
@@ -24,9 +25,38 @@ def dirs(tmp_path: Path) -> StateDirs:
     return StateDirs(tmp_path / "data", tmp_path / "state", tmp_path / "run")
 
 
+def sparse(path: Path, data: bytes, at: int, size: int) -> None:
+    """Write a file of ``size`` that is all holes but for ``data``."""
+    with path.open("wb") as file:
+        file.truncate(size)
+        file.seek(at)
+        file.write(data)
+
+
+def change(path: Path) -> None:
+    """Flip one bit of the data of a file, and nothing else."""
+    with path.open("r+b") as file:
+        file.seek(os.lseek(file.fileno(), 0, os.SEEK_DATA))
+        block = file.read(1 << 16)
+        file.seek(-len(block), os.SEEK_CUR)
+        at = len(block) - len(block.lstrip(b"\0"))
+        file.write(block[:at] + bytes([block[at] ^ 1]) + block[at + 1 :])
+
+
+def believe(place: Path) -> None:
+    """Rewrite the receipt's stat facts alone: as bit rot, or root's tampering with inode times."""
+    receipt = release.receipt_path(place)
+    facts = json.loads(receipt.read_text())
+    write_json(receipt, {**facts, "stat": stat_listing(place).digest})
+
+
+EXPANDED = (*release.TEMPLATES, "agent-root/bin/agent")
+
+
 @pytest.fixture
 def prepared(dirs: StateDirs, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A prepared release of small files, with pins and a receipt that fit."""
+    monkeypatch.setattr(prepare, "settle", lambda _: 0)
     contents = {name: f"bytes of {name}".encode() for name in release.load_pins(PLATFORM).files}
     pins = release.Pins(
         "1.32.2", {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
@@ -37,18 +67,17 @@ def prepared(dirs: StateDirs, monkeypatch: pytest.MonkeyPatch) -> Path:
     (place / release.AGENT_ROOT / "bin" / "agent").write_text("agent")
     for name, data in contents.items():
         (place / name).write_bytes(data)
-    listing = stat_listing(place)
-    time.sleep(settle(listing))
-    write_json(
-        place.parent / f"{place.name}.{release.RECEIPT}",
-        {
-            "schema": release.SCHEMA,
-            "version": pins.version,
-            "files": dict(pins.files),
-            "stat": listing.digest,
-        },
-    )
+    for name in release.TEMPLATES:
+        sparse(place / name, f"disk of {name}".encode(), at=5 << 20, size=12 << 20)
+    prepare.write_receipt(release.receipt_path(place), place, pins)
     return place
+
+
+@pytest.fixture
+def settled(prepared: Path) -> Path:
+    """The same, so long ago that every change shows in a time, as after a real preparation."""
+    time.sleep(settle(stat_listing(prepared)))
+    return prepared
 
 
 def test_every_platform_of_the_release_is_pinned() -> None:
@@ -88,15 +117,69 @@ def test_prepared_release_is_accepted(prepared: Path, dirs: StateDirs) -> None:
     assert found.program == prepared / "smol-vmm"
 
 
-@pytest.mark.parametrize("name", ["smol-vmm", "libkrunfw.so.5", "agent-root/bin/agent"])
-def test_changed_file_is_refused(prepared: Path, dirs: StateDirs, name: str) -> None:
-    data = bytearray((prepared / name).read_bytes())
-    data[-1] ^= 1
-    (prepared / name).write_bytes(data)
+@pytest.mark.parametrize("name", ["smol-vmm", "libkrun.so", "libkrunfw.so.5", *EXPANDED])
+def test_changed_file_is_refused(settled: Path, dirs: StateDirs, name: str) -> None:
+    change(settled / name)
     with pytest.raises(EngineUnavailable, match="changed since it was prepared") as caught:
         release.load_prepared(dirs)
     assert "prepare" in caught.value.remedy
     assert caught.value.permanent
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, "differs from its pin") for name in ("smol-vmm", "libkrun.so", "libkrunfw.so.5")),
+        *((name, "differs from what was prepared") for name in EXPANDED),
+    ],
+)
+def test_change_that_no_time_shows_is_refused_by_the_deep_check(
+    prepared: Path, dirs: StateDirs, name: str, said: str
+) -> None:
+    change(prepared / name)
+    believe(prepared)
+    release.load_prepared(dirs)
+    with pytest.raises(EngineUnavailable, match=said) as caught:
+        release.load_prepared(dirs, deep=True)
+    assert "backintel sandbox prepare" in caught.value.remedy
+
+
+@pytest.mark.parametrize("where", ["hole", "longer", "mode", "link"])
+def test_deep_check_sees_more_than_data(prepared: Path, dirs: StateDirs, where: str) -> None:
+    template = prepared / release.TEMPLATES[0]
+    if where == "hole":
+        with template.open("r+b") as file:
+            file.seek(9 << 20)
+            file.write(b"x")
+    elif where == "longer":
+        os.truncate(template, template.stat().st_size + 1)
+    elif where == "mode":
+        (prepared / EXPANDED[-1]).chmod(0o4755)
+    else:
+        (prepared / EXPANDED[-1]).unlink()
+        (prepared / EXPANDED[-1]).symlink_to("/agent")
+    believe(prepared)
+    with pytest.raises(EngineUnavailable, match="differs from what was prepared"):
+        release.load_prepared(dirs, deep=True)
+
+
+def test_zeros_in_place_of_a_hole_are_the_same_disk(prepared: Path, dirs: StateDirs) -> None:
+    template = prepared / release.TEMPLATES[0]
+    template.write_bytes(template.read_bytes())
+    believe(prepared)
+    assert release.load_prepared(dirs, deep=True).directory == prepared
+
+
+def test_receipt_that_does_not_cover_what_was_expanded_is_refused(
+    prepared: Path, dirs: StateDirs
+) -> None:
+    receipt = release.receipt_path(prepared)
+    facts = json.loads(receipt.read_text())
+    del facts["expanded"]
+    write_json(receipt, facts)
+    with pytest.raises(EngineUnavailable, match="does not cover") as caught:
+        release.load_prepared(dirs)
+    assert "backintel sandbox prepare" in caught.value.remedy
 
 
 def test_added_file_is_refused(prepared: Path, dirs: StateDirs) -> None:

@@ -10,13 +10,11 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from kernel_provisioner.engines.smolvm import release
-from kernel_provisioner.images.receipt import CURRENT, ROOT, settle, stat_listing, write_receipt
+from kernel_provisioner.engines.smolvm import prepare, release
+from kernel_provisioner.images.receipt import CURRENT, ROOT, write_receipt
 from kernel_provisioner.paths import state_dirs
-from kernel_provisioner.records import write_json
 
 
 def main() -> None:
@@ -35,17 +33,7 @@ def main() -> None:
     target.parent.mkdir(parents=True)
     subprocess.run(["/usr/bin/cp", "-a", "--sparse=always", str(engine), str(target)], check=True)
     shutil.rmtree(target / "lost+found", ignore_errors=True)
-    listing = stat_listing(target)
-    time.sleep(settle(listing))
-    write_json(
-        target.parent / f"{target.name}.{release.RECEIPT}",
-        {
-            "schema": release.SCHEMA,
-            "version": pins.version,
-            "files": dict(pins.files),
-            "stat": listing.digest,
-        },
-    )
+    prepare.write_receipt(release.receipt_path(target), target, pins)
 
 
 main()

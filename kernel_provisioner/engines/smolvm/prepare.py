@@ -17,12 +17,12 @@ from pathlib import Path
 
 from kernel_provisioner.engines.bwrap import linux, waiting
 from kernel_provisioner.engines.smolvm import failures, host
+from kernel_provisioner.engines.smolvm.contents import expanded_digest
 from kernel_provisioner.engines.smolvm.launcher import STAGE, Launch, Tree, run_child
 from kernel_provisioner.engines.smolvm.release import (
     AGENT_ARCHIVE,
     AGENT_ROOT,
     PROGRAM,
-    RECEIPT,
     SCHEMA,
     TEMPLATES,
     Pins,
@@ -31,6 +31,7 @@ from kernel_provisioner.engines.smolvm.release import (
     find_package,
     load_pins,
     load_prepared,
+    receipt_path,
     release_dir,
 )
 from kernel_provisioner.engines.smolvm.workspace import new_user
@@ -92,20 +93,25 @@ def _make(dirs: StateDirs, pins: Pins, progress: Callable[[str], None]) -> None:
 
 
 def _publish(staged: Path, place: Path, pins: Pins) -> None:
-    receipt = place.parent / f"{place.name}.{RECEIPT}"
+    receipt = receipt_path(place)
     receipt.unlink(missing_ok=True)
     shutil.rmtree(place, ignore_errors=True)
     staged.rename(place)
-    listing = stat_listing(place)
-    # A receipt counts only when every ctime lies behind it for sure.
-    time.sleep(settle(listing))
+    write_receipt(receipt, place, pins)
+
+
+def write_receipt(receipt: Path, place: Path, pins: Pins) -> None:
+    """Write the receipt of a release that lies in its place, whole: up to 2 s. Raises OSError."""
     data = {
         "schema": SCHEMA,
         "version": pins.version,
         "files": dict(pins.files),
-        "stat": listing.digest,
+        "expanded": expanded_digest(place, pins.files),
     }
-    write_json(receipt, data)
+    listing = stat_listing(place)
+    # A receipt counts only when every ctime lies behind it for sure.
+    time.sleep(settle(listing))
+    write_json(receipt, {**data, "stat": listing.digest})
 
 
 def _expand(staged: Path) -> None:
