@@ -188,6 +188,33 @@ def test_added_file_is_refused(prepared: Path, dirs: StateDirs) -> None:
         release.load_prepared(dirs)
 
 
+def test_what_a_killed_preparation_left_is_removed_and_nothing_else(
+    prepared: Path, dirs: StateDirs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare.host, "check_host", lambda: None)
+    engines, others = prepared.parent, tmp_path / "others"
+    others.mkdir()
+    (others / "file").write_text("not ours")
+    left = [engines / f".1.32.2-{'0a' * 6}.{'1b' * 4}{end}" for end in ("", ".warm")]
+    for path in left:
+        (path / "below").mkdir(parents=True)
+        (path / "below" / "link").symlink_to(others)
+    kept = [
+        engines / f".1.32.2-{'0a' * 6}.{'2c' * 4}",
+        engines / f".1.32.2-{'0a' * 6}.{'3d' * 4}.warm",
+        engines / f".1.32.2-{'0a' * 6}.{'4e' * 4}.other",
+        engines / f"1.32.1-{'0a' * 6}",
+    ]
+    kept[0].symlink_to(others)
+    kept[1].write_text("a file")
+    for path in kept[2:]:
+        path.mkdir()
+    assert prepare.prepare(dirs, print).directory == prepared
+    assert [path for path in left if path.exists()] == []
+    assert [path for path in kept if not os.path.lexists(path)] == []
+    assert (others / "file").read_text() == "not ours"
+
+
 def test_release_that_is_not_prepared_is_refused(dirs: StateDirs) -> None:
     with pytest.raises(EngineUnavailable, match="is not prepared") as caught:
         release.load_prepared(dirs)

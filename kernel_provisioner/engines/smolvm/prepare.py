@@ -1,13 +1,15 @@
 """Prepares the pinned release once: copies verified files, lets the program expand its templates.
 
 Under the product's file lock, so that no session pays for the first use or races for it. The
-result is moved into place whole, with its receipt; an interruption leaves the old state or none.
+result is moved into place whole, with its receipt; an interruption leaves the old state or none,
+and what a killed preparation had begun is removed by the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -29,6 +31,7 @@ from kernel_provisioner.engines.smolvm.release import (
     Prepared,
     copy_verified,
     find_package,
+    home,
     load_pins,
     load_prepared,
     receipt_path,
@@ -43,6 +46,10 @@ from kernel_provisioner.records import write_json
 WARM_S = 300.0
 """Longest that the expansion may take: 25 s on a small machine, disks of 30 GiB, all holes."""
 _LOCK_S = 120.0
+_DYING_S = 10.0
+"""How long a killed preparation's program, which dies with it, may still write what it began."""
+_BEGUN = re.compile(r"\.[0-9.]+-[0-9a-f]{12}\.[0-9a-f]{8}(\.warm)?")
+"""The names of ``_make`` and ``_expand``."""
 
 
 def prepare(dirs: StateDirs, progress: Callable[[str], None]) -> Prepared:
@@ -53,11 +60,14 @@ def prepare(dirs: StateDirs, progress: Callable[[str], None]) -> Prepared:
     from filelock import FileLock, Timeout
 
     host.check_host()
-    with contextlib.suppress(EngineUnavailable):
-        return load_prepared(dirs)
+    if not _begun(dirs):
+        with contextlib.suppress(EngineUnavailable):
+            return load_prepared(dirs)
     dirs.data.mkdir(mode=0o755, parents=True, exist_ok=True)
     try:
         with FileLock(dirs.prepare_lock, timeout=_LOCK_S):
+            # Under the lock nobody is at work on any of them.
+            _remove(_begun(dirs))
             with contextlib.suppress(EngineUnavailable):
                 return load_prepared(dirs)
             _make(dirs, load_pins(), progress)
@@ -67,6 +77,35 @@ def prepare(dirs: StateDirs, progress: Callable[[str], None]) -> Prepared:
             remedy="wait for its end and try again.",
         ) from None
     return load_prepared(dirs)
+
+
+def _begun(dirs: StateDirs) -> list[Path]:
+    """Return the directories of preparations that run or were killed."""
+    try:
+        with os.scandir(home(dirs)) as scan:
+            return [
+                Path(entry)
+                for entry in scan
+                if _BEGUN.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except FileNotFoundError:
+        return []
+
+
+def _remove(directories: list[Path]) -> None:
+    deadline = waiting.deadline_in(_DYING_S)
+    for path in directories:
+        while path.exists():
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                if not waiting.left(deadline):
+                    raise PrepareFailed(
+                        f"{path}, left by a killed preparation, cannot be removed "
+                        f"({error.strerror}: {error.filename}).",
+                        remedy="remove it and try again.",
+                    ) from None
+                time.sleep(0.05)
 
 
 def _make(dirs: StateDirs, pins: Pins, progress: Callable[[str], None]) -> None:

@@ -1,0 +1,115 @@
+"""Preparing the real release: one of two makes it, and a killed preparation leaves nothing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kernel_provisioner.engines.smolvm.release import load_prepared, receipt_path
+from kernel_provisioner.paths import StateDirs
+
+LONGEST_S = 600
+"""Half a minute on two idle processors; the bound is only against a test that never ends."""
+pytestmark = pytest.mark.timeout(2 * LONGEST_S)
+
+# Waiting for another preparation may take longer here than people are made to wait.
+_PREPARE = f"""
+import sys
+from pathlib import Path
+from kernel_provisioner.engines.smolvm import prepare
+from kernel_provisioner.paths import StateDirs
+prepare._LOCK_S = {LONGEST_S}
+home = Path(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+prepare.prepare(StateDirs(home, home, home / "run"), lambda said: print(said, flush=True))
+"""
+
+
+def preparation(home: Path) -> subprocess.Popen[str]:
+    """Start a process that prepares the engine in ``home`` as soon as it gets a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PREPARE, str(home)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was in the engine's directory after a kill, and after two preparations at once."""
+
+    dirs: StateDirs
+    left_by_kill: list[str]
+    statuses: list[int]
+    said: list[str]
+
+
+def kill_one(home: Path) -> None:
+    """SIGKILL a preparation while the program expands what it boots."""
+    process = preparation(home)
+    with process:
+        try:
+            go(process)
+            assert process.stdout is not None
+            said = [process.stdout.readline() for _ in range(2)]
+            assert said[1].startswith("expanding"), said
+            deadline = time.monotonic() + LONGEST_S
+            while not list(home.glob("engines/smolvm/.*.warm/.cache/smolvm/*.partial")):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.005)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    home = tmp_path_factory.mktemp("home")
+    engines = home / "engines" / "smolvm"
+    kill_one(home)
+    left = sorted(path.name for path in engines.iterdir())
+    both = [preparation(home) for _ in range(2)]
+    try:
+        for process in both:
+            go(process)
+        said = [process.communicate(timeout=LONGEST_S)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    return Prepared(StateDirs(home, home, home / "run"), left, [p.returncode for p in both], said)
+
+
+def test_two_at_once_make_it_once(prepared: Prepared) -> None:
+    assert prepared.statuses == [0, 0], prepared.said
+    made, found = sorted(prepared.said, key=len, reverse=True)
+    assert made.startswith("copying smolmachines")
+    assert found == ""
+    assert load_prepared(prepared.dirs, deep=True).program.is_file()
+
+
+def test_nothing_is_left_of_a_killed_preparation(prepared: Prepared) -> None:
+    assert [name.rpartition(".")[2] == "warm" for name in prepared.left_by_kill] in (
+        [False, True],
+        [True, False],
+    )
+    place = load_prepared(prepared.dirs).directory
+    assert sorted(place.parent.iterdir()) == [place, receipt_path(place)]
