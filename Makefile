@@ -8,7 +8,7 @@ FLIGHTS := .data/flights
 OUT := out
 # What kernels of `make lab` run on; the default engine needs KVM, which not every machine has.
 ENGINE := bwrap
-SANDBOX_TESTS := tests/contract tests/jupyter tests/escape tests/lab
+SANDBOX_TESTS := tests/contract tests/jupyter tests/escape tests/lab tests/live_smolvm/host
 # The front end of JupyterLab, and an environment that has only the wheel, JupyterLab and Notebook.
 FRONT := build/labextension/package.json
 FRONT_SOURCES := $(wildcard labextension/src/* labextension/style/* labextension/schema/*) \

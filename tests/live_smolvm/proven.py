@@ -46,6 +46,11 @@ def missing() -> list[str]:
     return [line for line in LINES if line not in _seen]
 
 
+def anything() -> bool:
+    """Return whether a test noted what it saw: those of the host's own processes note nothing."""
+    return bool(_seen or _stalled)
+
+
 def summary() -> list[str]:
     """Return one line for each fact, in order."""
     return [

@@ -137,7 +137,6 @@ def test_what_the_monitor_boots_is_what_was_asked(recorded: GuestSpec) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.full
 def test_kill_during_boot_ends_both_processes(spec: GuestSpec) -> None:
     async def scenario() -> None:
         guest = await SmolvmEngine().launch(spec).claim()
@@ -170,7 +169,6 @@ asyncio.run(scenario())
 """
 
 
-@pytest.mark.full
 def test_sigkill_of_the_supervisor_ends_both_processes(
     tmp_path: Path, dirs: StateDirs, spec: GuestSpec
 ) -> None:
