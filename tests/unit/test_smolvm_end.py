@@ -1,0 +1,105 @@
+"""What is made of smol-vmm's own time limit, which comes after every other: exit status 124."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from kernel_provisioner.engines.base import GuestSpec
+from kernel_provisioner.engines.bwrap.output import OutputTail
+from kernel_provisioner.engines.smolvm.guest import Held, SmolvmGuest
+from kernel_provisioner.engines.smolvm.workspace import Places
+from kernel_provisioner.errors import Reason
+from kernel_provisioner.processes import identify
+from kernel_provisioner.profiles import BUILTIN
+from kernel_provisioner.session.control import Control
+from kernel_provisioner.session.opening import Opening
+from kernel_provisioner.session.request import Start
+from kernel_provisioner.session.supervisor import Supervisor
+from kernel_provisioner.wire import FrameReader
+
+SESSION = "0123456789abcdef"
+PROFILE = BUILTIN["benchmark"]
+
+
+def opening(home: Path, running_s: float) -> Opening:
+    """A session that was asked for ``running_s`` ago."""
+    return Opening(
+        Start.parse(
+            {
+                "session": SESSION,
+                "kernel_id": "",
+                "previous": None,
+                "replaced": None,
+                "engine": "smolvm",
+                "engine_requested": "smolvm",
+                "profile": asdict(PROFILE),
+                "sources": [],
+                "environment": {},
+                "key": "00",
+                "signature_scheme": "hmac-sha256",
+                "socket_dir": str(home / "sockets"),
+                "dirs": {name: str(home / name) for name in ("data", "state", "runtime")},
+                "started_at": time.monotonic() - running_s,
+                "run_dir": None,
+            }
+        )
+    )
+
+
+def ended_with(status: int, home: Path) -> SmolvmGuest:
+    """A guest whose program ends with ``status``. Needs a running loop."""
+    output, output_end = os.pipe()
+    code = f"raise SystemExit({status})"
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-ISc", code], {})
+    os.close(output_end)
+    program = identify(pid)
+    assert program is not None  # nobody but the guest waits for it
+    spec = GuestSpec(
+        session=SESSION, profile=PROFILE, image_root=home, guest_code=home, socket_dir=home
+    )
+    return SmolvmGuest(
+        Held(
+            spec=spec,
+            places=Places(home / "machines" / SESSION, home / "sockets" / SESSION),
+            user=0,
+            plan={},
+            read_only=frozenset(),
+            monitor=program,
+            monitor_fd=os.pidfd_open(pid),
+            output=OutputTail(output),
+            open_files=0,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("running_s", "reason"),
+    [(PROFILE.run_deadline_s + 15, Reason.RUN_DEADLINE), (0, Reason.GUEST_LOST)],
+    ids=["time is up", "status alone"],
+)
+def test_status_124_is_the_run_deadline_if_the_time_is_up(
+    tmp_path: Path, running_s: float, reason: Reason
+) -> None:
+    """Any program may end with 124: it is the host's clock that says whether the limit passed."""
+
+    async def scenario() -> None:
+        guest = ended_with(124, tmp_path)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            supervisor = Supervisor(Control(ours, FrameReader(), []), opening(tmp_path, running_s))
+            supervisor._guest = guest
+            try:
+                await asyncio.wait_for(supervisor._watch_guest(), 60)
+                assert supervisor._ending.result().reason is reason
+            finally:
+                assert await guest.destroy(10) == []
+
+    asyncio.run(scenario())
