@@ -21,6 +21,7 @@ from kernel_provisioner.engines.base import CHANNELS, Guest, GuestExit, GuestSpe
 from kernel_provisioner.engines.registry import get_engine
 from kernel_provisioner.images.receipt import load_image
 from kernel_provisioner.paths import guest_code_dir, state_dirs
+from kernel_provisioner.processes import is_running
 from kernel_provisioner.profiles import Profile
 
 NATIVE_ENGINES = (
@@ -174,9 +175,17 @@ class LiveGuest:
         """Wait for the guest's end."""
         return self.loop.run_until_complete(asyncio.wait_for(self.guest.wait(), timeout))
 
+    @property
+    def seen(self) -> bool:
+        """Whether the host sees the processes inside the guest: not those of a microVM."""
+        return bool(self.plan.cgroups)
+
     def processes(self) -> list[int]:
-        """Return the host's pids of everything in the guest's cgroups."""
+        """Return the host's pids of the guest: all in its cgroups, or a machine's own two."""
         found: set[int] = set()
+        if not self.seen and hasattr(self, "guest"):
+            recorded = self.guest.leftovers.processes
+            found = {process.pid for process in recorded if is_running(process)}
         for path in self.plan.cgroups:
             try:
                 found |= {int(pid) for pid in (path / "cgroup.procs").read_text().split()}

@@ -21,8 +21,12 @@ def test_identity_is_10001_without_groups(guest: LiveGuest) -> None:
 
 
 def test_host_sees_no_privileged_process(guest: LiveGuest) -> None:
-    wanted = "10001" if as_root() else str(os.getuid())
-    for pid in guest.processes():
+    # Of a microVM the host sees the monitor, which as root has a user of its own.
+    inside = guest.guest.limits.get("monitor_uid", 10001)
+    wanted = str(inside if as_root() else os.getuid())
+    seen = guest.processes()
+    assert len(seen) >= 2
+    for pid in seen:
         status = Path(f"/proc/{pid}/status").read_text()
         assert re.search(r"^Uid:\t(.*)$", status, re.M)[1].split() == [wanted] * 4
         assert re.search(r"^NoNewPrivs:\t1$", status, re.M)
@@ -193,6 +197,13 @@ def test_host_files_are_absent(guest: LiveGuest) -> None:
 
 def test_limits_are_recorded_as_read_back(guest: LiveGuest) -> None:
     limits = guest.guest.limits
+    if not guest.seen:
+        # The guest's kernel keeps some of the machine's memory for itself.
+        assert 0.85 * PROFILE.ram_bytes <= limits["guest_memory_bytes"] <= PROFILE.ram_bytes
+        assert limits["guest_cpus"] == PROFILE.cpus
+        assert limits["open_files"] >= 16384
+        assert limits["monitor_uid"] != 0
+        return
     assert limits["memory_bytes"] == PROFILE.ram_bytes
     assert limits["cpus"] == PROFILE.cpus
     assert limits["tasks"] == PROFILE.tasks + 2

@@ -19,7 +19,7 @@ from kernel_provisioner.artifacts.publish import publish
 from kernel_provisioner.artifacts.tarstream import ExportLimits
 from kernel_provisioner.engines.base import Leftovers, ProcessIdentity
 from kernel_provisioner.engines.bwrap.export import SOCKET
-from kernel_provisioner.engines.leftovers import PREFIX, remove_leftovers
+from kernel_provisioner.engines.leftovers import remove_leftovers
 from kernel_provisioner.errors import (
     AttestationFailed,
     BackIntelError,
@@ -110,11 +110,12 @@ def test_kill_ends_signal_ignoring_descendants(start: Starter) -> None:
     live.send(_FAMILY)
     live.wait_for_text("family stands")
     pids = live.processes()
-    assert len(pids) > 40
+    assert len(pids) > 40 or not live.seen
     begin = time.monotonic()
     live.guest.kill()
     assert live.wait(5).status == -9
-    assert wait_gone(pids) == []
+    # A machine stays, for its artifacts: what is in it, its agent ended.
+    assert wait_gone(pids if live.seen else []) == []
     assert time.monotonic() - begin < 2
 
 
@@ -253,6 +254,8 @@ left = live.guest.leftovers
 print(" ".join(str(pid) for pid in live.processes()), flush=True)
 print(" ".join(f"{{p.pid}}:{{p.start_time}}" for p in left.processes), flush=True)
 print(" ".join(str(path) for path in left.cgroups), flush=True)
+print(" ".join(str(path) for path in left.directories), flush=True)
+print(live.spec.session, flush=True)
 print(live.directory, flush=True)
 sys.stdin.read()
 """
@@ -271,17 +274,20 @@ def test_sigkill_of_the_supervisor_ends_everything(engine: str) -> None:
         pids = [int(word) for word in parent.stdout.readline().split()]
         pairs = [word.split(":") for word in parent.stdout.readline().split()]
         cgroups = tuple(Path(word) for word in parent.stdout.readline().split())
+        directories = tuple(Path(word) for word in parent.stdout.readline().split())
+        session = parent.stdout.readline().strip()
         directory = Path(parent.stdout.readline().strip())
         parent.kill()
         parent.wait()
         assert wait_gone(pids, 2.0) == []
-    assert len(pids) > 40
+    # Of a microVM the host sees the keeper and the monitor.
+    assert len(pids) > (40 if cgroups else 1)
 
     recorded = tuple(ProcessIdentity(int(pid), int(started)) for pid, started in pairs)
-    session = cgroups[0].name.removeprefix(PREFIX)
-    assert remove_leftovers(Leftovers(recorded, cgroups), session) == []
-    assert [path for path in cgroups if path.exists()] == []
-    for number in range(1, 6):
+    assert remove_leftovers(Leftovers(recorded, cgroups, directories), session) == []
+    assert [path for path in (*cgroups, *directories) if path.exists()] == []
+    # A microVM's sockets lie in one of its directories.
+    for number in range(1, 6) if cgroups else ():
         (directory / f"g-{number}").unlink()
     directory.rmdir()
 
@@ -291,11 +297,13 @@ def test_stopped_supervisor_does_not_keep_leftovers_alive(start: Starter) -> Non
     live = start()
     live.send(_FAMILY)
     live.wait_for_text("family stands")
-    pids = [pid for pid in live.processes() if pid != live.guest.leftovers.processes[0].pid]
     left = live.guest.leftovers
+    pids = [pid for pid in live.processes() if pid != left.processes[0].pid]
+    assert pids
     session = live.spec.session
     wrong = tuple(ProcessIdentity(p.pid, p.start_time + 1) for p in left.processes)
-    assert remove_leftovers(replace(left, processes=wrong, cgroups=()), session) == []
+    other = replace(left, processes=wrong, cgroups=(), directories=())
+    assert remove_leftovers(other, session) == []
     assert live.processes() != []
     remove_leftovers(left, session, 3)
     assert wait_gone(pids) == []
@@ -418,7 +426,7 @@ def test_heartbeat_answers(start: Starter) -> None:
 
     with zmq.Context() as context, context.socket(zmq.REQ) as beat:
         beat.linger = 0
-        beat.connect(f"ipc://{live.directory}/g-5")
+        beat.connect(f"ipc://{live.guest.channels['hb']}")
         beat.send(b"ping")
         assert beat.poll(30000)
         assert beat.recv() == b"ping"

@@ -264,18 +264,26 @@ def test_sample_reads_the_guests_own_figures(start: Starter) -> None:
     before = live.guest.sample()
     live.check("b = bytearray(100 << 20)\nfor i in range(0, len(b), 4096): b[i] = 1")
     during = live.guest.sample()
+    deadline = time.monotonic() + 30
+    while not live.seen and during.memory_bytes - before.memory_bytes < 90 * MIB:
+        # A machine's agent tells its figures once a second.
+        assert time.monotonic() < deadline
+        live.check("pass")
+        during = live.guest.sample()
     live.check("del b")
     after = live.guest.sample()
     assert during.memory_bytes - before.memory_bytes >= 90 * MIB
     assert after.peak_memory_bytes >= during.memory_bytes
     assert after.cpu_seconds > before.cpu_seconds
-    assert "cgroup" in after.peak_memory_method or "scope" in after.peak_memory_method
+    methods = ("cgroup", "scope") if live.seen else ("the guest kernel's",)
+    assert any(word in after.peak_memory_method for word in methods)
 
 
 def test_backstop_ends_it_although_the_supervisor_does_nothing(start: Starter) -> None:
     live = start(backstop_s=12.0)  # longer than a start takes on a busy host
     live.send("while True: pass")
     begin = time.monotonic()
+    assert live.processes()
     # Only the kernel's own timer runs: this process waits on nothing but the group's emptiness.
     while live.processes() and time.monotonic() - begin < 30:
         os.sched_yield()
