@@ -108,9 +108,25 @@ HOSTILE = """<!doctype html>
 <iframe src="{lab}/canary/frame"></iframe>
 <svg><use href="{lab}/canary/use#x"></use></svg>
 <object data="{lab}/canary/object"></object>
-<form action="{lab}/canary/form"><input autofocus><button id="send">Send</button></form>
-<a href="{lab}/canary/link" target="_top" id="link">Link</a>
+<form action="{lab}/canary/form"><input autofocus><button><p>Send</p></button></form>
+<p><a href="{lab}/canary/link" target="_top">Link</a></p>
+<div>Shadow<template shadowrootmode="open"><a href="{lab}/canary/shadow">Shadow</a></template></div>
+<svg><a><set attributeName="href" to="{lab}/canary/set"/><text y="20">Later</text></a></svg>
+<svg><a><animate attributeName="href" values="{lab}/canary/animate;{lab}/canary/animate"
+  dur="9s" repeatCount="indefinite"/><text y="20">Moved</text></a></svg>
+<map name="map"><area shape="default" href="{lab}/canary/area"></map>
+<img usemap="#map" alt="Mapped" src="data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA=">
+<p id="mine" style="color: rgb(1, 2, 3)">Kept</p>
+<svg width="40" height="20"><defs><rect id="bar" width="30" height="9"/></defs>
+<use href="#bar"/></svg>
+<svg><foreignObject><style><a href="{lab}/canary/foreign">Foreign</a></style></foreignObject></svg>
+<svg><style><a href="{lab}/canary/styled">Styled</a></style></svg>
+<math><mtext><table><mglyph><style><!--</style><a title="--><a href={lab}/canary/math>Math</a>">
+</a></style></mglyph></table></mtext></math>
+<noscript><p title="</noscript><a href={lab}/canary/noscript>x</a>"></noscript>
 """
+CLICKED = ("Send", "Link", "Shadow", "Later", "Moved")
+LIVE = "a, area, base, button, form, iframe, link, math, meta[http-equiv=refresh], object, script"
 
 
 def test_a_hostile_page_in_a_preview_runs_and_reaches_nothing(someone: Person, lab: Lab) -> None:
@@ -144,8 +160,18 @@ open('/artifacts/bad.svg', 'w').write({picture})
     expect(frame.get_by_role("heading")).to_have_text("Shown")
     expect(dialog.locator("iframe")).to_have_attribute("sandbox", "")
     # What a person could be made to click leads nowhere either.
-    frame.locator("#link").click()
-    frame.locator("#send").click()
+    for text in CLICKED:
+        frame.get_by_text(text, exact=True).click()
+        expect(frame.get_by_role("heading")).to_have_text("Shown")
+    frame.get_by_role("img", name="Mapped").click()
+    # A selector looks into shadows too.
+    expect(frame.locator(LIVE)).to_have_count(0)
+    expect(frame.locator("template, set, animate, foreignObject, svg style")).to_have_count(0)
+    # What does no harm is as it was made.
+    expect(frame.locator("#mine")).to_have_css("color", "rgb(1, 2, 3)")
+    bar = frame.locator("use[href]").bounding_box()
+    assert bar is not None
+    assert bar["width"] == 30
     expect(frame.get_by_role("heading")).to_have_text("Shown")
     dialog.get_by_role("button", name="Close").click()
 
