@@ -60,6 +60,8 @@ export class SandboxModel {
   readonly digests = new Map<string, string>();
   /** The server did not answer lately, or the kernel's connection broke. */
   doubtful = false;
+  /** The last question to the server got no answer. */
+  silent = false;
 
   get name(): string {
     return this.notebook.title.label;
@@ -108,6 +110,7 @@ export class SandboxModel {
   /** Take in an event of this kernel. */
   take(event: IEvent): void {
     const before = this.state.session;
+    this.silent = false;
     this.update(onEvent(this.state, event, Date.now()));
     if (this.state.session !== before) {
       this.forget();
@@ -130,6 +133,7 @@ export class SandboxModel {
         return;
       }
       this.doubtful = false;
+      this.silent = false;
       if (status.session !== this.state.session) {
         this.forget();
       }
@@ -168,11 +172,12 @@ export class SandboxModel {
   /** Give the notebook a new sandbox, as its kernel's restart does. */
   async restart(): Promise<void> {
     const { sessionContext } = this.notebook;
-    const name = this.kernelName;
+    const { kernel, kernelName: name } = this;
     // A kernel that died may be forgotten by the server, and is after the server's own restart.
-    if (this.state.stage !== 'gone' && this.kernel !== null) {
+    if (this.state.stage !== 'gone' && kernel !== null) {
       try {
-        await sessionContext.restartKernel();
+        // Not by the session's context, which tells nobody that it failed.
+        await kernel.restart();
         return;
       } catch {
         // A new one then.
@@ -192,9 +197,12 @@ export class SandboxModel {
     if (!(error instanceof ApiError) || error.status !== 404) {
       // The server is away or slow: what was last known stays, and is asked for again.
       this.doubtful = true;
+      this.silent = true;
+      this._changed.emit();
       return;
     }
     this.doubtful = false;
+    this.silent = false;
     const wasLive = this.live && this.state.status !== null;
     this.update(onMissing(this.state));
     if (wasLive) {

@@ -9,6 +9,8 @@ export interface INotice {
   /** Milliseconds, or false to stay until it is closed. */
   readonly autoClose: number | false;
   readonly actions: readonly ('restart' | 'receipt')[];
+  /** It is true only as long as the sandbox runs. */
+  readonly until?: 'end';
 }
 
 const WARNING_MS = 20_000;
@@ -37,7 +39,8 @@ export function noticeOf(
         ),
         type: 'warning',
         autoClose: WARNING_MS,
-        actions: []
+        actions: [],
+        until: 'end'
       };
     case 'deadline':
       return {

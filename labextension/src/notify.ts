@@ -12,8 +12,8 @@ import type { SandboxTracker } from './tracker';
 
 /** A start that is quicker needs no words. */
 const PATIENCE_MS = 2_000;
-/** A notification stays at least this long: one that flashes tells nothing, and Lab cannot take
- * back one that it has not drawn yet. */
+/** A notification stays as it is at least this long: one that flashes tells nothing, and Lab can
+ * neither change nor take back one that it has not drawn yet. */
 const SHOWN_MS = 1_500;
 
 export class Notifier {
@@ -27,9 +27,6 @@ export class Notifier {
       if (event.event === 'phase') {
         this.progress(model, event.phase ?? null, event.seconds ?? 0);
         return;
-      }
-      if (event.event !== 'exported' && event.event !== 'memory') {
-        this.started(model);
       }
       if (event.event === 'memory' && !this.warns(event.session)) {
         return;
@@ -98,28 +95,52 @@ export class Notifier {
     session: string | null
   ): void {
     const kernel = model.kernelId;
-    const actions = notice.actions.map(action =>
-      action === 'restart'
-        ? {
-            label: this.trans.__('Restart'),
-            callback: () => {
-              void model.restart();
-            }
-          }
-        : {
-            label: this.trans.__('Show receipt'),
-            callback: () => {
-              void this.commands.execute(CommandIDs.receipt, {
-                kernel,
-                session
-              });
-            }
-          }
-    );
-    Notification.emit(notice.message, notice.type, {
+    // By whoever: the kernel's own restart comes by itself, and must not be ended by an old notice.
+    const replaced = (): boolean =>
+      model.live && model.state.session !== session;
+    const restart: Notification.IAction = {
+      label: this.trans.__('Restart'),
+      callback: () => {
+        if (replaced()) {
+          Notification.info(this.trans.__('A new sandbox is already there.'));
+        } else {
+          void model.restart();
+        }
+      }
+    };
+    const receipt: Notification.IAction = {
+      label: this.trans.__('Show receipt'),
+      callback: event => {
+        // Else Lab would take the notification away, and its other offer with it.
+        event.preventDefault();
+        void this.commands.execute(CommandIDs.receipt, { kernel, session });
+      }
+    };
+    const offered = { restart, receipt };
+    const actions = notice.actions.map(action => offered[action]);
+    const id = Notification.emit(notice.message, notice.type, {
       autoClose: notice.autoClose,
       actions
     });
+    const shownAt = Date.now();
+    if (notice.until === 'end') {
+      when(
+        model,
+        () => !model.live || replaced(),
+        () => {
+          later(shownAt, () => {
+            Notification.dismiss(id);
+          });
+        }
+      );
+    } else if (actions.includes(restart)) {
+      when(model, replaced, () => {
+        later(shownAt, () => {
+          const left = actions.filter(action => action !== restart);
+          Notification.update({ id, actions: left });
+        });
+      });
+    }
   }
 
   private progress(
@@ -163,6 +184,14 @@ export class Notifier {
     model.notebook.disposed.connect(() => {
       this.started(model);
     });
+    // Also without a word of the server, which may be gone.
+    when(
+      model,
+      () => model.state.stage !== 'starting' || model.silent,
+      () => {
+        this.started(model);
+      }
+    );
   }
 
   private started(model: SandboxModel): void {
@@ -171,12 +200,9 @@ export class Notifier {
       window.clearTimeout(start.timer);
       const { id } = start;
       if (id !== undefined) {
-        window.setTimeout(
-          () => {
-            Notification.dismiss(id);
-          },
-          Math.max(0, start.shownAt + SHOWN_MS - Date.now())
-        );
+        later(start.shownAt, () => {
+          Notification.dismiss(id);
+        });
       }
       this.starts.delete(model);
     }
@@ -199,6 +225,22 @@ export class Notifier {
 
   private readonly warned = new Set<string | null>();
   private readonly starts = new Map<SandboxModel, IStart>();
+}
+
+/** Do something once, at the first change of a sandbox after which it is so. */
+function when(model: SandboxModel, so: () => boolean, act: () => void): void {
+  const look = (): void => {
+    if (so()) {
+      model.changed.disconnect(look);
+      act();
+    }
+  };
+  model.changed.connect(look);
+}
+
+/** Do something to a notification that is shown since then. */
+function later(shownAt: number, act: () => void): void {
+  window.setTimeout(act, Math.max(0, shownAt + SHOWN_MS - Date.now()));
 }
 
 interface IStart {

@@ -54,8 +54,9 @@ def kernels(database: Path) -> dict[str, dict[str, object]]:
     return {
         "sourced": kernel("With a source", profile="small", sources={"book": str(database)}),
         "late": kernel("Interrupted at 3 s", **late, on_deadline="interrupt"),
-        "strict": kernel("Ended at 3 s", **late, on_deadline="cancel"),
+        "strict": kernel("Ended at 3 s", **late, on_deadline="cancel", after_end="stay"),
         "small": kernel("Little memory", profile="small"),
+        "again": kernel("Followed by a fresh one", profile="small", after_end="restart"),
     }
 
 
