@@ -8,7 +8,12 @@ import {
 } from '@jupyterlab/apputils';
 import { PathExt } from '@jupyterlab/coreutils';
 import type { TranslationBundle } from '@jupyterlab/translation';
-import { downloadIcon, refreshIcon, saveIcon } from '@jupyterlab/ui-components';
+import {
+  downloadIcon,
+  listIcon,
+  refreshIcon,
+  saveIcon
+} from '@jupyterlab/ui-components';
 import type { IContent } from './api';
 import { sandboxIcon } from './icon';
 import { SandboxModel, messageOf } from './model';
@@ -89,7 +94,7 @@ export function addCommands(
   commands.addCommand(CommandIDs.receipt, {
     label: trans.__('Show Receipt'),
     caption: trans.__('What was asked, what held, what came out'),
-    icon: sandboxIcon,
+    icon: listIcon,
     isEnabled: () => (tracker.current?.kernelId ?? null) !== null,
     execute: async args => {
       const kernel = args['kernel'] ?? tracker.current?.kernelId;

@@ -7,6 +7,7 @@ import {
   duration,
   endText,
   goneText,
+  isolationText,
   phaseText,
   share
 } from './text';
@@ -96,7 +97,10 @@ export function limitFacts(
       ? trans.__('then interrupted')
       : trans.__('then ended');
   return [
-    [trans.__('Isolation'), isolation ?? badge(null, trans)],
+    [
+      trans.__('Isolation'),
+      isolation === null ? badge(null, trans) : isolationText(isolation, trans)
+    ],
     [trans.__('Network'), trans.__('off')],
     [trans.__('Profile'), limits.name],
     [trans.__('Memory'), bytes(limits.ram_bytes)],

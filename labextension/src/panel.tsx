@@ -18,12 +18,12 @@ import { hasPreview } from './inert';
 import type { SandboxModel } from './model';
 import { Facts } from './parts';
 import { digestKey } from './receipts';
-import { bytes, duration } from './text';
+import { bytes, duration, endText } from './text';
 import type { SandboxTracker } from './tracker';
 import type { IArtifact, IEndpoint, ISource } from './types';
 
-/** Of the height, by section: there is most to see of artifacts and limits. */
-const SHARES = [4, 5, 2, 2, 3];
+/** Of the height, by section: the limits are thirteen lines, sources and endpoints mostly one. */
+const SHARES = [4, 12, 2, 2, 3];
 
 export interface IPanelOptions {
   tracker: SandboxTracker;
@@ -311,7 +311,9 @@ function Receipt(props: ISectionProps): React.JSX.Element {
   }
   facts.push([
     trans.__('Ended'),
-    receipt.ended ? receipt.ended.reason : trans.__('not yet')
+    receipt.ended
+      ? endText(receipt.ended, model.state.status?.limits ?? null, trans)
+      : trans.__('not yet')
   ]);
   return <Facts facts={facts} />;
 }

@@ -13,7 +13,7 @@ import {
 import { sandboxIcon } from './icon';
 import { Facts, useNow } from './parts';
 import { ISandbox, cellClock, isMemoryFull, runLeft } from './state';
-import { badge, duration } from './text';
+import { badge, duration, isolationText } from './text';
 import type { SandboxTracker } from './tracker';
 
 export class SandboxStatus extends ReactWidget {
@@ -141,7 +141,9 @@ function title(state: ISandbox, now: number, trans: TranslationBundle): string {
   const isolation = state.status?.isolation;
   return [
     stageText(state, trans),
-    ...(isolation ? [trans.__('Isolation: %1', isolation)] : []),
+    ...(isolation
+      ? [trans.__('Isolation: %1', isolationText(isolation, trans))]
+      : []),
     ...facts,
     trans.__('Network: off')
   ].join('\n');

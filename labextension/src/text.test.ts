@@ -1,6 +1,14 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 import { noticeOf } from './notices';
-import { NOTICE_LENGTH, bytes, clip, duration, endText, share } from './text';
+import {
+  NOTICE_LENGTH,
+  bytes,
+  clip,
+  duration,
+  endText,
+  isolationText,
+  share
+} from './text';
 import type { IEvent, ILimits } from './types';
 
 // Lab's own translator without a language does the same; it is no module that Node can load.
@@ -17,19 +25,19 @@ const LIMITS = {
 it.each([
   [0, '0 B'],
   [1023, '1023 B'],
-  [1024, '1 KB'],
-  [1536, '1.5 KB'],
-  [10.4 * 1024, '10 KB'],
-  [1023.9 * 1024, '1 MB'],
-  [2 * 1024 ** 3, '2 GB'],
-  [5000 * 1024 ** 4, '5000 TB']
+  [1024, '1 KiB'],
+  [1536, '1.5 KiB'],
+  [10.4 * 1024, '10 KiB'],
+  [1023.9 * 1024, '1 MiB'],
+  [2 * 1024 ** 3, '2 GiB'],
+  [5000 * 1024 ** 4, '5000 TiB']
 ])('says %d bytes as %s', (value, text) => {
   expect(bytes(value)).toBe(text);
 });
 
 it.each([
-  [512 * 1024 ** 2, 2 * 1024 ** 3, '512 MB / 2 GB'],
-  [1.25 * 1024 ** 3, 2 * 1024 ** 3, '1.3 / 2 GB']
+  [512 * 1024 ** 2, 2 * 1024 ** 3, '512 MiB / 2 GiB'],
+  [1.25 * 1024 ** 3, 2 * 1024 ** 3, '1.3 / 2 GiB']
 ])('says %d of %d as %s', (used, limit, text) => {
   expect(share(used, limit)).toBe(text);
 });
@@ -51,6 +59,13 @@ it('cuts a long text at a word, and no short one', () => {
   expect(long.length).toBeLessThanOrEqual(NOTICE_LENGTH);
   expect(long).toMatch(/word…$/);
   expect(clip('x'.repeat(300))).toHaveLength(NOTICE_LENGTH);
+});
+
+it.each([
+  ['namespaces: weaker isolation', 'Weaker isolation (namespaces)'],
+  ['microVM', 'microVM']
+])('says the isolation %s as %s', (isolation, text) => {
+  expect(isolationText(isolation, trans)).toBe(text);
 });
 
 const REASONS = [
@@ -93,7 +108,7 @@ describe('a notification', () => {
       trans
     );
     expect(notice).toEqual({
-      message: 'The sandbox ran out of memory (2 GB). Its variables are gone.',
+      message: 'The sandbox ran out of memory (2 GiB). Its variables are gone.',
       type: 'error',
       autoClose: false,
       actions: ['restart', 'receipt']
@@ -127,7 +142,7 @@ describe('a notification', () => {
       null,
       trans
     );
-    expect(notice?.message).toContain('1.9 / 2 GB');
+    expect(notice?.message).toContain('1.9 / 2 GiB');
     expect(notice?.type).toBe('warning');
   });
 

@@ -2,15 +2,15 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IEnded, ILimits } from './types';
 
-const UNITS = ['B', 'KB', 'MB', 'GB', 'TB'];
+const UNITS = ['B', 'KiB', 'MiB', 'GiB', 'TiB'];
 /** Lab cuts a notification's text here. */
 export const NOTICE_LENGTH = 139;
 
-/** A size with two or three digits, in steps of 1024: `512 MB`, `1.5 GB`. */
+/** A size with two or three digits, in steps of 1024: `512 MiB`, `1.5 GiB`. */
 export function bytes(value: number): string {
   let unit = 0;
   let scaled = value;
-  // Compared as it will be shown: 1023.9 KB must become 1 MB and not 1024 KB.
+  // Compared as it will be shown: 1023.9 KiB must become 1 MiB and not 1024 KiB.
   while (unit < UNITS.length - 1 && Math.round(scaled) >= 1024) {
     scaled /= 1024;
     unit += 1;
@@ -19,7 +19,7 @@ export function bytes(value: number): string {
   return `${Number(scaled.toFixed(digits))} ${UNITS[unit] ?? ''}`;
 }
 
-/** A used amount of a limit, with the unit once where both share it: `0.3 of 2 GB`. */
+/** A used amount of a limit, with the unit once where both share it: `0.3 / 2 GiB`. */
 export function share(used: number, limit: number): string {
   const [usedText, limitText] = [bytes(used), bytes(limit)];
   const [number, unit] = usedText.split(' ');
@@ -86,9 +86,19 @@ export function badge(
     : (isolation ?? trans.__('Sandbox'));
 }
 
+/** What the server calls the isolation, as a person reads it. */
+export function isolationText(
+  isolation: string,
+  trans: TranslationBundle
+): string {
+  return isolation.startsWith('namespaces')
+    ? trans.__('Weaker isolation (namespaces)')
+    : isolation;
+}
+
 /** Why a sandbox ended, in one sentence or two. */
 export function endText(
-  ended: IEnded,
+  ended: Pick<IEnded, 'reason' | 'message'>,
   limits: ILimits | null,
   trans: TranslationBundle
 ): string {
