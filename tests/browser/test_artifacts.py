@@ -32,7 +32,7 @@ def test_artifacts_appear_and_can_be_seen_saved_and_exported(someone: Person, la
     someone.run(0)
     rows = artifacts.get_by_role("listitem")
     expect(rows).to_have_count(5)
-    expect(rows.filter(has_text="raw.parquet")).to_contain_text("250 KB")
+    expect(rows.filter(has_text="raw.parquet")).to_contain_text("250 KiB")
     dialog = someone.page.locator(".jp-Dialog")
 
     for name in ("plot.png", "plot.svg"):

@@ -117,7 +117,7 @@ def tab_to(someone: Person, target: Locator) -> None:
 def test_the_status_is_said_to_a_screen_reader(someone: Person, lab: Lab) -> None:
     someone.open(lab.notebook("said.ipynb", "backintel-sandbox", "1"))
     someone.ready()
-    said = re.compile(r"Sandbox: Weaker isolation, \d+ MB / 2 GB, 7 h 5\d min left, Offline")
+    said = re.compile(r"Sandbox: Weaker isolation, \d+ MiB / 2 GiB, 7 h 5\d min left, Offline")
     expect(someone.status).to_have_accessible_name(said)
     someone.show_panel()
     expect(someone.panel.get_by_role("status")).to_have_text("Idle")
@@ -158,7 +158,7 @@ def test_a_hidden_page_asks_nothing_and_an_idle_one_little(
     someone.open(lab.notebook("quiet.ipynb", "backintel-sandbox", "print('one')"))
     someone.ready()
     someone.show_panel()
-    expect(someone.section("Limits")).to_contain_text("2 GB")
+    expect(someone.section("Limits")).to_contain_text("2 GiB")
     someone.page.wait_for_load_state("networkidle")
 
     # Idle: status, artifacts and receipt together at most every 5 s.

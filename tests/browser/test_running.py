@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from labs import SLOW_MS, Lab, Person
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 # Several starts of sandboxes and pages, also on a loaded machine.
 pytestmark = pytest.mark.timeout(400)
@@ -69,12 +70,82 @@ print(*sqlite3.connect('file:/sources/book?immutable=1', uri=True).execute('SELE
         expect(sources).to_have_count(1)
         expect(sources).to_contain_text("/sources/book")
         expect(sources).to_contain_text(str(database))
-        expect(someone.section("Limits")).to_contain_text("512 MB")
+        expect(someone.section("Limits")).to_contain_text("512 MiB")
         writer.execute("COMMIT")
     someone.ready()
     expect(told).to_be_hidden()
     someone.run(0)
     someone.sees_output(0, "of the owner")
+
+
+def test_a_start_is_no_longer_told_of_when_its_server_is_gone(
+    join: Callable[[Lab], Person],
+    kernels: dict[str, dict[str, object]],
+    database: Path,
+    tmp_path: Path,
+) -> None:
+    sourced = {"sourced": kernels["sourced"]}
+    with (
+        Lab(tmp_path / "own", sourced) as server,
+        contextlib.closing(sqlite3.connect(database, isolation_level=None)) as writer,
+    ):
+        someone = join(server)
+        writer.execute("BEGIN EXCLUSIVE")
+        server.notebook("lost.ipynb", "sourced", "1")
+        with someone.page.expect_websocket(lambda told: "/api/events/subscribe" in told.url):
+            someone.visit()
+        someone.page.locator(".jp-DirListing-item", has_text="lost.ipynb").dblclick()
+        told = someone.notice("The sandbox is starting: ")
+        expect(told).to_be_visible()
+        server.kill()
+        writer.execute("COMMIT")
+        # The page asks every 30 s.
+        expect(told).to_be_hidden(timeout=3 * SLOW_MS)
+        someone.page.context.close()
+
+
+def test_a_notebook_without_a_kernel_shows_what_it_would_be_given(
+    someone: Person, lab: Lab, database: Path
+) -> None:
+    """The request for its first session is on its way, for as long as the test likes."""
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        if route.request.method == "POST":
+            held.append(route)
+        else:
+            route.continue_()
+
+    someone.page.route(re.compile("/api/sessions"), hold)
+    with someone.page.expect_request(lambda r: r.method == "POST" and "/api/sessions" in r.url):
+        someone.open(lab.notebook("planned.ipynb", "sourced", "1"))
+    someone.show_panel()
+    sources = someone.section("Sources").get_by_role("listitem")
+    expect(sources).to_have_count(1)
+    expect(sources).to_contain_text("/sources/book")
+    expect(sources).to_contain_text(str(database))
+    expect(someone.section("Limits")).to_contain_text("512 MiB")
+    expect(someone.part("stage")).to_have_text("Sandbox not started")
+    assert someone.ask("api/kernels").json() == []
+    assert held
+    for route in held:
+        route.continue_()
+    someone.ready()
+
+
+def test_a_second_kernel_of_ours_has_a_card_and_can_be_chosen(someone: Person, lab: Lab) -> None:
+    someone.visit()
+    card = someone.page.locator(".jp-LauncherCard[data-category=Notebook]")
+    expect(card.filter(has_text="BackIntel sandbox")).to_have_count(1)
+    card.filter(has_text="Little memory").click()
+    expect(someone.part("memory")).to_have_text(re.compile("/ 512 MiB"))
+    someone.page.locator(".jp-Toolbar-kernelName").click()
+    dialog = someone.page.locator(".jp-Dialog")
+    choice = dialog.locator("select")
+    expect(choice.locator("option", has_text="Little memory").first).to_be_attached()
+    choice.select_option(label="BackIntel sandbox")
+    dialog.locator(".jp-mod-accept").click()
+    expect(someone.part("memory")).to_have_text(re.compile("/ 2 GiB"))
 
 
 def test_a_flood_of_output_does_not_freeze_the_page(someone: Person, lab: Lab) -> None:
@@ -106,9 +177,9 @@ def test_the_status_item_shows_engine_memory_clock_time_and_network(
     expect(someone.part("network")).to_have_text("Offline")
     expect(someone.part("left")).to_have_text(re.compile(r"7 h 5\d min left"))
     before = someone.part("memory").inner_text()
-    assert re.fullmatch(r"\d+ MB / 2 GB", before)
+    assert re.fullmatch(r"\d+ MiB / 2 GiB", before)
     someone.run(0)
-    expect(someone.part("memory")).to_have_text(re.compile(r"4\d\d MB / 2 GB"))
+    expect(someone.part("memory")).to_have_text(re.compile(r"4\d\d MiB / 2 GiB"))
     expect(someone.part("cell")).to_be_hidden()
 
 
@@ -122,7 +193,7 @@ def test_a_running_cells_clock_ticks_against_its_deadline(someone: Person, lab: 
     expect(clock).not_to_have_text(shown)
     someone.status.click()
     details = someone.page.get_by_role("dialog", name="Sandbox")
-    expect(details).to_contain_text("namespaces: weaker isolation")
+    expect(details).to_contain_text("Weaker isolation (namespaces)")
     expect(details).to_contain_text(re.compile(r"This cell(1 min )?\d+ s / 2 min"))
     someone.page.keyboard.press("Escape")
     expect(details).to_be_hidden()
@@ -179,10 +250,10 @@ def test_two_notebooks_have_a_sandbox_each_and_the_panel_follows(someone: Person
     expect(title).to_have_text("first.ipynb")
     someone.page.locator(".jp-DirListing-item", has_text="second.ipynb").dblclick()
     expect(title).to_have_text("second.ipynb")
-    expect(someone.part("memory")).to_have_text(re.compile(r"/ 512 MB"), timeout=SLOW_MS)
+    expect(someone.part("memory")).to_have_text(re.compile(r"/ 512 MiB"), timeout=SLOW_MS)
     someone.page.locator(".lm-DockPanel-tabBar .lm-TabBar-tab", has_text="first.ipynb").click()
     expect(title).to_have_text("first.ipynb")
-    expect(someone.part("memory")).to_have_text(re.compile(r"/ 2 GB"))
+    expect(someone.part("memory")).to_have_text(re.compile(r"/ 2 GiB"))
 
 
 def test_a_kernel_of_others_is_not_asked_about(someone: Person, lab: Lab) -> None:
