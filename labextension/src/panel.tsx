@@ -79,18 +79,25 @@ export class SandboxPanel extends SidePanel {
         label: ''
       })
     );
-    if (this.content instanceof AccordionPanel) {
-      this.content.setRelativeSizes([...SHARES]);
-    }
   }
 
   protected override onAfterShow(): void {
+    const { content } = this;
+    if (!this.shared && content instanceof AccordionPanel) {
+      this.shared = true;
+      // Notebook 7 gives it a height only now, and shares of no height are all the same.
+      requestAnimationFrame(() => {
+        content.setRelativeSizes([...SHARES]);
+      });
+    }
     this.options.tracker.detailed = true;
   }
 
   protected override onAfterHide(): void {
     this.options.tracker.detailed = false;
   }
+
+  private shared = false;
 
   private section(
     label: string,

@@ -69,6 +69,10 @@ def end(browser: Browser, lab: Lab, folder: Path) -> None:
     someone.sees_output(0, "OutOfMemory")
     expect(someone.notice("The sandbox ran out of memory")).to_be_visible()
     expect(someone.panel.get_by_role("status")).to_contain_text("out of memory")
+    # What passes by: the warning before the end, the receipt without it, the dying kernel.
+    expect(someone.notice("Memory is almost used up")).to_have_count(0)
+    expect(someone.section("Receipt")).to_contain_text("out of memory")
+    expect(someone.page.get_by_text("BackIntel sandbox | Disconnected")).to_be_visible()
     take(someone, folder, "lab-ended")
     someone.leave()
 
