@@ -30,7 +30,8 @@ help:
 	@echo "make test-lab     lint, unit tests and browser tests of the extension (Chromium)"
 	@echo "make lab-images   take the pictures of docs/images anew"
 	@echo "make test-suites  programs and suites that others wrote; updates docs/compatibility.md"
-	@echo "make test-faults  kills at every phase, full disks, stopped processes; \`make faults\` for long"
+	@echo "make test-faults  kills at every phase, full disks, stopped processes, the microVM's monitor;"
+	@echo "                  \`make faults\` for long"
 	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"
 	@echo "make test-docs    the commands that the documentation shows"
 	@echo "make test-live-smolvm  the microVM engine in an emulated machine (root, alone, 18 minutes);"
@@ -65,8 +66,7 @@ run: $(STAMP) $(FLIGHTS)
 test: $(VENV)/.front
 	@$(MAKE) --no-print-directory -j2 --output-sync=line lint image $(FLIGHTS) $(FRONT)
 	@$(MAKE) --no-print-directory -j2 --output-sync=line test-unit test-lab
-	@$(if $(MONITOR_TESTS),:,echo "make: no /dev/kvm: tests/live_smolvm/host is left to test-live-smolvm")
-	$(BIN)/python -m pytest --durations=15 $(SANDBOX_TESTS) $(MONITOR_TESTS)
+	$(BIN)/python -m pytest --durations=15 $(SANDBOX_TESTS)
 
 test-unit: $(STAMP) $(FRONT)
 	$(BIN)/python -m pytest --durations=15 tests/unit
@@ -118,6 +118,8 @@ test-suites: image
 # 100 kills; `make faults` has 1,000. The seed is printed, and KILLS and SEED can be given.
 test-faults: image
 	$(BIN)/python -m pytest tests/faults --kills $(or $(KILLS),100) $(if $(SEED),--seed $(SEED))
+	$(if $(MONITOR_TESTS),$(BIN)/python -m pytest $(MONITOR_TESTS),\
+		@echo "make: no /dev/kvm: tests/live_smolvm/host is left to test-live-smolvm")
 
 faults: image
 	$(BIN)/python -m pytest tests/faults/test_kills.py --kills 1000 $(if $(SEED),--seed $(SEED))

@@ -1,7 +1,7 @@
 """The real monitor on this very host, whether or not its KVM can boot the guest.
 
-Part of `make test` where there is a /dev/kvm. A host where the program does not start for another
-reason skips these tests with it and the remedy, and so fails where skips are forbidden, as in CI.
+Part of `make test-faults` where there is a /dev/kvm. A host where the program does not start for
+another reason skips these tests with it and the remedy, and so fails where skips are forbidden.
 """
 
 from __future__ import annotations
