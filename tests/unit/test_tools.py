@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import check_links
@@ -102,3 +104,16 @@ def test_links_and_anchors_leave_code_out() -> None:
 )
 def test_link_problems(repository: Path, target: str, expected: str) -> None:
     assert check_links.problem(repository / "CONTRIBUTING.md", target) == expected
+
+
+def test_an_emulated_machine_that_told_its_result_is_not_waited_for(
+    repository: Path, tmp_path: Path
+) -> None:
+    words = ["sh", "-c", "echo BACKINTEL-LIVE-EXIT 3; exec sleep 1000"]
+    code = (
+        "import machine, pathlib, sys\n"
+        f"sys.exit(machine.run({words!r}, pathlib.Path(sys.argv[1]), 1000))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "console.log")]
+    done = subprocess.run(command, cwd=repository / "tools" / "live", timeout=100, check=False)
+    assert done.returncode == 3

@@ -295,6 +295,10 @@ def run(words: Sequence[str], log: Path, timeout_s: float) -> int:
                 kept.flush()
                 sys.stdout.write(line)
                 sys.stdout.flush()
+                # Nothing more is wanted of it: one whose init died instead of powering off stayed
+                # for the rest of its time.
+                if MARKER.search(line):
+                    break
         finally:
             signal.alarm(0)
             with contextlib.suppress(ProcessLookupError):
