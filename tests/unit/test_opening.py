@@ -9,42 +9,18 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from session_request import request
 
 from kernel_provisioner.engines.base import Leftovers
 from kernel_provisioner.errors import HostRefused
-from kernel_provisioner.profiles import BUILTIN
 from kernel_provisioner.session.journal import Journal
-from kernel_provisioner.session.request import Start
-
-
-def _start(home: Path) -> Start:
-    return Start.parse(
-        {
-            "session": "0123456789abcdef",
-            "kernel_id": "",
-            "previous": None,
-            "replaced": None,
-            "engine": "bwrap",
-            "engine_requested": "bwrap",
-            "profile": asdict(BUILTIN["benchmark"]),
-            "sources": [],
-            "environment": {},
-            "key": "00",
-            "signature_scheme": "hmac-sha256",
-            "socket_dir": str(home / "sockets"),
-            "dirs": {name: str(home / name) for name in ("data", "state", "runtime")},
-            "started_at": time.monotonic(),
-            "run_dir": None,
-        }
-    )
 
 
 def test_a_record_that_cannot_be_renewed_is_told_with_its_remedy(tmp_path: Path) -> None:
-    start = _start(tmp_path)
+    start = request(tmp_path, "bwrap")
     journal = Journal(start)
     journal.open()
     shutil.rmtree(start.dirs.sessions)

@@ -6,11 +6,10 @@ import asyncio
 import os
 import socket
 import sys
-import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from session_request import PROFILE, SESSION, request
 
 from kernel_provisioner.engines.base import GuestSpec
 from kernel_provisioner.engines.bwrap.output import OutputTail
@@ -18,40 +17,10 @@ from kernel_provisioner.engines.smolvm.guest import Held, SmolvmGuest
 from kernel_provisioner.engines.smolvm.workspace import Places
 from kernel_provisioner.errors import Reason
 from kernel_provisioner.processes import identify
-from kernel_provisioner.profiles import BUILTIN
 from kernel_provisioner.session.control import Control
 from kernel_provisioner.session.opening import Opening
-from kernel_provisioner.session.request import Start
 from kernel_provisioner.session.supervisor import Supervisor
 from kernel_provisioner.wire import FrameReader
-
-SESSION = "0123456789abcdef"
-PROFILE = BUILTIN["benchmark"]
-
-
-def opening(home: Path, running_s: float) -> Opening:
-    """A session that was asked for ``running_s`` ago."""
-    return Opening(
-        Start.parse(
-            {
-                "session": SESSION,
-                "kernel_id": "",
-                "previous": None,
-                "replaced": None,
-                "engine": "smolvm",
-                "engine_requested": "smolvm",
-                "profile": asdict(PROFILE),
-                "sources": [],
-                "environment": {},
-                "key": "00",
-                "signature_scheme": "hmac-sha256",
-                "socket_dir": str(home / "sockets"),
-                "dirs": {name: str(home / name) for name in ("data", "state", "runtime")},
-                "started_at": time.monotonic() - running_s,
-                "run_dir": None,
-            }
-        )
-    )
 
 
 def ended_with(status: int, home: Path) -> SmolvmGuest:
@@ -94,7 +63,9 @@ def test_status_124_is_the_run_deadline_if_the_time_is_up(
         guest = ended_with(124, tmp_path)
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            supervisor = Supervisor(Control(ours, FrameReader(), []), opening(tmp_path, running_s))
+            supervisor = Supervisor(
+                Control(ours, FrameReader(), []), Opening(request(tmp_path, "smolvm", running_s))
+            )
             supervisor._guest = guest
             try:
                 await asyncio.wait_for(supervisor._watch_guest(), 60)
