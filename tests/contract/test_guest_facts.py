@@ -148,7 +148,10 @@ def test_namespaces_are_its_own(guest: LiveGuest) -> None:
         """
     )
     for name, identity in json.loads(text).items():
-        assert identity != os.readlink(f"/proc/self/ns/{name}")
+        # A microVM's kernel is its own, with one namespace of users; the first of each kind have
+        # the same numbers in every kernel.
+        if guest.seen or name != "user":
+            assert identity != os.readlink(f"/proc/self/ns/{name}")
 
 
 def test_only_its_own_processes_are_seen(guest: LiveGuest) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_guest import LiveGuest, Starter, small, wait_gone
+from live_guest import PACE, LiveGuest, Starter, small, wait_gone
 
 from kernel_provisioner.artifacts.publish import publish
 from kernel_provisioner.artifacts.tarstream import ExportLimits
@@ -47,39 +47,36 @@ _FAMILY = """
     """
 
 
-def test_interrupt_ends_the_cell_and_keeps_the_state(start: Starter) -> None:
-    live = start()
-    live.check("kept = 42")
-    message = live.send("print('busy'); \nimport time\nwhile True: time.sleep(0.01)")
-    live.wait_for_text("busy")
-    live.guest.signal(signal.SIGINT)
-    reply = live.client.get_shell_msg(timeout=10)
+def test_interrupt_ends_the_cell_and_keeps_the_state(guest: LiveGuest) -> None:
+    guest.check("kept = 42")
+    message = guest.send("print('busy'); \nimport time\nwhile True: time.sleep(0.01)")
+    guest.wait_for_text("busy")
+    guest.guest.signal(signal.SIGINT)
+    reply = guest.client.get_shell_msg(timeout=10 * PACE)
     assert reply["parent_header"]["msg_id"] == message
     assert reply["content"]["ename"] == "KeyboardInterrupt"
-    assert live.check("print(kept)") == "42"
+    assert guest.check("print(kept)") == "42"
 
 
-def test_interrupt_reaches_children(start: Starter) -> None:
-    live = start()
-    live.send(
+def test_interrupt_reaches_children(guest: LiveGuest) -> None:
+    guest.send(
         "import subprocess\n"
         "child = subprocess.Popen(['sleep', '1000'])\n"
         "print('ready', flush=True)\n"
         "child.wait()"
     )
-    live.wait_for_text("ready")
-    live.guest.signal(signal.SIGINT)
-    reply = live.client.get_shell_msg(timeout=60)
+    guest.wait_for_text("ready")
+    guest.guest.signal(signal.SIGINT)
+    reply = guest.client.get_shell_msg(timeout=60 * PACE)
     assert reply["content"]["ename"] == "KeyboardInterrupt"
     # Its status may have been lost with the wait that was interrupted.
-    assert live.check("child.wait(10)\nprint('gone')") == "gone"
+    assert guest.check("child.wait(10)\nprint('gone')") == "gone"
 
 
-def test_interrupt_while_idle_changes_nothing(start: Starter) -> None:
-    live = start()
-    live.check("x = 1")
-    live.guest.signal(signal.SIGINT)
-    assert live.check("print(x)") == "1"
+def test_interrupt_while_idle_changes_nothing(guest: LiveGuest) -> None:
+    guest.check("x = 1")
+    guest.guest.signal(signal.SIGINT)
+    assert guest.check("print(x)") == "1"
 
 
 def test_interrupt_of_a_kernel_that_left_its_group(start: Starter) -> None:
@@ -102,7 +99,7 @@ def test_interrupt_of_a_kernel_that_left_its_group(start: Starter) -> None:
     live.send("print('busy')\nimport time\nwhile True: time.sleep(0.01)")
     live.wait_for_text("busy")
     live.guest.signal(signal.SIGINT)
-    assert live.client.get_shell_msg(timeout=10)["content"]["ename"] == "KeyboardInterrupt"
+    assert live.client.get_shell_msg(timeout=10 * PACE)["content"]["ename"] == "KeyboardInterrupt"
 
 
 def test_kill_ends_signal_ignoring_descendants(start: Starter) -> None:
@@ -116,7 +113,7 @@ def test_kill_ends_signal_ignoring_descendants(start: Starter) -> None:
     assert live.wait(5).status == -9
     # A machine stays, for its artifacts: what is in it, its agent ended.
     assert wait_gone(pids if live.seen else []) == []
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 2 * PACE
 
 
 def test_kill_before_release_and_twice(start: Starter) -> None:
@@ -151,9 +148,9 @@ def test_release_after_death_tells_why(start: Starter) -> None:
 def test_destroy_is_idempotent_and_the_last_figures_stay(start: Starter) -> None:
     live = start()
     live.check("x = bytearray(50 << 20)")
-    peak = live.guest.sample().peak_memory_bytes
+    peak = live.sample().peak_memory_bytes
     for _ in range(3):
-        assert list(live.loop.run_until_complete(live.guest.destroy(5))) == []
+        assert list(live.loop.run_until_complete(live.guest.destroy(5 * PACE))) == []
     assert live.guest.sample().peak_memory_bytes >= peak
     live.guest.kill()
     live.guest.signal(signal.SIGINT)
@@ -305,7 +302,7 @@ def test_stopped_supervisor_does_not_keep_leftovers_alive(start: Starter) -> Non
     other = replace(left, processes=wrong, cgroups=(), directories=())
     assert remove_leftovers(other, session) == []
     assert live.processes() != []
-    remove_leftovers(left, session, 3)
+    remove_leftovers(left, session, 3 * PACE)
     assert wait_gone(pids) == []
 
 
@@ -363,7 +360,7 @@ def test_a_guest_that_says_nothing_is_given_up(engine: str, tmp_path: Path) -> N
         tmp_path, "init.py", "    os.umask(0o022)", "    import time; time.sleep(600)"
     )
     live = LiveGuest(engine, guest_code=code)
-    live.attest_timeout = 2.0
+    live.attest_timeout = 2.0 * PACE
     try:
         with pytest.raises(StartFailed, match="did not answer in time"):
             live.start()
@@ -390,45 +387,42 @@ def test_flood_on_standard_error_is_bounded(start: Starter) -> None:
     assert text == "blocked"
 
 
-def test_input_completion_and_subshell(start: Starter) -> None:
-    live = start()
-    client = live.client
-    live.check("some_long_name = 1")
+def test_input_completion_and_subshell(guest: LiveGuest) -> None:
+    client = guest.client
+    guest.check("some_long_name = 1")
     client.complete("some_lo", 7)
-    assert client.get_shell_msg(timeout=60)["content"]["matches"] == ["some_long_name"]
+    assert client.get_shell_msg(timeout=60 * PACE)["content"]["matches"] == ["some_long_name"]
     client.execute("print(input('name? '))", allow_stdin=True)
-    assert client.get_stdin_msg(timeout=60)["content"]["prompt"] == "name? "
+    assert client.get_stdin_msg(timeout=60 * PACE)["content"]["prompt"] == "name? "
     client.input("me")
-    live.wait_for_text("me\n")
-    assert client.get_shell_msg(timeout=60)["content"]["status"] == "ok"
+    guest.wait_for_text("me\n")
+    assert client.get_shell_msg(timeout=60 * PACE)["content"]["status"] == "ok"
     request = client.session.msg("create_subshell_request")
     client.control_channel.send(request)
-    reply = client.get_control_msg(timeout=60)
+    reply = client.get_control_msg(timeout=60 * PACE)
     assert reply["content"]["status"] == "ok"
 
 
 def test_debugger_answers(start: Starter) -> None:
     """The debug adapter answers."""
-    live = start()
-    client = live.client
+    client = start().client
     request = client.session.msg(
         "debug_request",
         {"type": "request", "seq": 1, "command": "initialize", "arguments": {"adapterID": "t"}},
     )
     client.control_channel.send(request)
-    reply = client.get_control_msg(timeout=60)
+    reply = client.get_control_msg(timeout=60 * PACE)
     assert reply["content"]["success"] is True
 
 
-def test_heartbeat_answers(start: Starter) -> None:
-    live = start()
+def test_heartbeat_answers(guest: LiveGuest) -> None:
     import zmq
 
     with zmq.Context() as context, context.socket(zmq.REQ) as beat:
         beat.linger = 0
-        beat.connect(f"ipc://{live.guest.channels['hb']}")
+        beat.connect(f"ipc://{guest.guest.channels['hb']}")
         beat.send(b"ping")
-        assert beat.poll(30000)
+        assert beat.poll(30_000 * PACE)
         assert beat.recv() == b"ping"
 
 

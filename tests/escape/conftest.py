@@ -14,10 +14,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "contract"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "jupyter"))
 
-from live_guest import NATIVE_ENGINES, LiveGuest, Starter
+from live_guest import ENGINES, LiveGuest, Starter
 
 
-@pytest.fixture(scope="module", params=NATIVE_ENGINES)
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
     """The name of the engine under test."""
     return str(request.param)

@@ -182,6 +182,6 @@ def test_kernel_memory_counts_as_the_guests(start: Starter, code: str) -> None:
         "libc = ctypes.CDLL(None); libc.shmat.restype = ctypes.c_void_p; n = 0\n" + code
     )
     assert live.wait(90).status == -9
-    sample = live.guest.sample()
+    sample = live.sample()
     assert sample.oom_kills > 0
     assert sample.peak_memory_bytes <= 320 * MIB

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "contract"))
 
 import proven
-import pytest
-from live import LiveMachine
+from live_guest import EMULATED, LiveGuest, make_sources
 from product import left_behind
 
 from kernel_provisioner.engines.base import SourceMount
@@ -15,27 +19,14 @@ from kernel_provisioner.engines.base import SourceMount
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceMount, ...]:
-    """A directory and a single file beside another that must not be seen."""
-    place = tmp_path_factory.mktemp("sources")
-    for path in (place, place / "data", place / "single"):
-        path.mkdir(exist_ok=True)
-        path.chmod(0o755)
-    (place / "data" / "a.txt").write_text("of the directory")
-    (place / "single" / "one.txt").write_text("of the file")
-    (place / "single" / "secret.txt").write_text("beside it")
-    # Writable for all here, so that only the mounts can refuse it there.
-    (place / "data").chmod(0o777)
-    (place / "single" / "one.txt").chmod(0o666)
-    return (
-        SourceMount("data", place / "data"),
-        SourceMount("one", place / "single" / "one.txt"),
-    )
+    """A directory and a single file."""
+    return make_sources(tmp_path_factory.mktemp("sources"))
 
 
 @pytest.fixture(scope="module")
-def shared(sources: tuple[SourceMount, ...]) -> Iterator[LiveMachine]:
+def shared(sources: tuple[SourceMount, ...]) -> Iterator[LiveGuest]:
     """A machine that the tests of a module share; it is gone before another module's boots."""
-    machine = LiveMachine(sources)
+    machine = LiveGuest("smolvm", sources=sources)
     try:
         yield machine.start().release()
     finally:
@@ -43,9 +34,9 @@ def shared(sources: tuple[SourceMount, ...]) -> Iterator[LiveMachine]:
 
 
 @pytest.fixture
-def own(sources: tuple[SourceMount, ...]) -> Iterator[LiveMachine]:
+def own(sources: tuple[SourceMount, ...]) -> Iterator[LiveGuest]:
     """A machine of the test's own, not yet started."""
-    machine = LiveMachine(sources)
+    machine = LiveGuest("smolvm", sources=sources)
     try:
         yield machine
     finally:
@@ -68,14 +59,14 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail the whole lane in the emulated machine if it did not show what it is there for."""
-    whole = "backintel_slow" in sys.modules and not session.config.option.keyword
+    whole = EMULATED and not session.config.option.keyword
     if exitstatus == 0 and whole and proven.missing():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say in words what this run showed; where no guest was meant to boot there is nothing."""
-    if "backintel_slow" not in sys.modules and not proven.anything():
+    if not EMULATED and not proven.anything():
         return
     terminalreporter.section("what this run showed")
     for line in proven.summary():

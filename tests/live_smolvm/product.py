@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import proven
-from live import SLOW
+from live_guest import PACE, stalled
 
 from kernel_provisioner.engines.base import ProcessIdentity
 from kernel_provisioner.engines.smolvm import monitor
@@ -29,7 +28,7 @@ from kernel_provisioner.processes import is_running
 from kernel_provisioner.provisioner import SandboxKernelManager
 from kernel_provisioner.records import live_sessions, sweep
 
-GONE_S = 2.0 * SLOW
+GONE_S = 2.0 * PACE
 """Two seconds of real hardware, in which no process of a killed session may be left (spec I1)."""
 _CLI = (sys.executable, "-m", "kernel_provisioner.cli.main")
 
@@ -50,7 +49,7 @@ def backintel(*words: str | Path, **options: Any) -> Done:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300 * SLOW,
+        timeout=300 * PACE,
         check=False,
         **options,
     )
@@ -62,7 +61,7 @@ def run_notebook(notebook: Path, out: Path, *words: str | Path) -> Done:
     """``backintel run`` on a microVM; a boot that emulation stalled is tried once more."""
     command = ("run", notebook, "--engine", "smolvm", "--out", out, *words)
     done = backintel(*command)
-    if done.status == 3 and proven.stalled(str(done.report.get("error"))):
+    if done.status == 3 and stalled(str(done.report.get("error"))):
         shutil.rmtree(out)
         done = backintel(*command)
     return done
@@ -123,25 +122,25 @@ class Session:
         try:
             await self.manager.start_kernel()
         except HostRefused as error:
-            if not proven.stalled(error.message):
+            if not stalled(error.message):
                 raise
             await self.manager.start_kernel()
         self.client = self.manager.client()
         self.client.start_channels(hb=False)
-        await self.client.wait_for_ready(timeout=30 * SLOW)
+        await self.client.wait_for_ready(timeout=30 * PACE)
         return self
 
     async def begin(self, code: str) -> None:
         """Start a cell, and wait until it printed ``begun``."""
         self.client.execute(code)
         while True:
-            message = await self.client.get_iopub_msg(timeout=60 * SLOW)
+            message = await self.client.get_iopub_msg(timeout=60 * PACE)
             if "begun" in str(message["content"].get("text", "")):
                 return
 
     async def processes(self) -> dict[str, ProcessIdentity]:
         """Return supervisor, keeper and monitor as soon as the monitor runs."""
-        async with asyncio.timeout(30 * SLOW):
+        async with asyncio.timeout(30 * PACE):
             while True:
                 for record in live_sessions(state_dirs()):
                     if record.leftovers.processes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import LiveMachine
+from live_guest import LiveGuest
 
 from kernel_provisioner.engines.base import GuestSpec
 from kernel_provisioner.engines.smolvm import command
@@ -30,7 +30,7 @@ def outside() -> Iterator[Path]:
     "enforced", [True, pytest.param(False, marks=pytest.mark.full)], ids=["enforced", "without"]
 )
 def test_socket_outside_the_allowed_paths_never_appears(
-    own: LiveMachine, outside: Path, monkeypatch: pytest.MonkeyPatch, enforced: bool
+    own: LiveGuest, outside: Path, monkeypatch: pytest.MonkeyPatch, enforced: bool
 ) -> None:
     """Only Landlock forbids it, as the run without it shows: users and modes allow it."""
     arguments, environ = command.arguments, command.environ

@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from live import SLOW
+from live_guest import PACE
 from product import Session, gone, kill, swept
 
 from kernel_provisioner.artifacts.publish import STAGING_PREFIX
@@ -82,7 +82,7 @@ def test_kill_while_exporting(victim: str, tmp_path: Path) -> None:
         )
         processes = await session.processes()
         export = asyncio.create_task(session.manager.provisioner.export(tmp_path / "artifacts"))
-        async with asyncio.timeout(30 * SLOW):
+        async with asyncio.timeout(30 * PACE):
             while not list(tmp_path.glob(f"{STAGING_PREFIX}*/*")):
                 assert not export.done()
                 await asyncio.sleep(0.005)
@@ -100,7 +100,7 @@ def test_kill_while_exporting(victim: str, tmp_path: Path) -> None:
 async def _told(session: Session, reason: str) -> None:
     """Wait until the provisioner says why; a receipt says the same later, whoever writes it."""
     provisioner = session.manager.provisioner
-    async with asyncio.timeout(10 * SLOW):
+    async with asyncio.timeout(10 * PACE):
         while await provisioner.poll() is None:
             await asyncio.sleep(0.02)
     assert provisioner.ended["reason"] == reason

@@ -11,10 +11,9 @@ import socket
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
 
 import proven
-from live import MIB, PROFILE, SLOW, LiveMachine
+from live_guest import MIB, PACE, PROFILE, LiveGuest
 
 from kernel_provisioner.engines.base import Hold
 from kernel_provisioner.engines.smolvm import monitor
@@ -31,7 +30,7 @@ def attempt(what):
 """
 
 
-def test_guest_is_attested_inside_the_pinned_machine(shared: LiveMachine) -> None:
+def test_guest_is_attested_inside_the_pinned_machine(shared: LiveGuest) -> None:
     facts = shared.engine.verify()
     machine = shared.facts["vm"]
     assert facts.version == "1.32.2"
@@ -50,19 +49,15 @@ def test_guest_is_attested_inside_the_pinned_machine(shared: LiveMachine) -> Non
     )
 
 
-def test_kernel_answers_through_the_exposed_sockets(shared: LiveMachine) -> None:
-    async def kernel_info() -> dict[str, Any]:
-        reply: dict[str, Any] = await shared.client.kernel_info(reply=True, timeout=20 * SLOW)
-        return reply["content"]
-
-    content = shared.do(kernel_info())
+def test_kernel_answers_through_the_exposed_sockets(shared: LiveGuest) -> None:
+    content = shared.client.kernel_info(reply=True, timeout=20 * PACE)["content"]
     assert content["status"] == "ok" and content["implementation"] == "ipython"
     proven.note("kernel_info_reply", content["banner"].splitlines()[0])
-    assert shared.run("print(6 * 7)") == "42"
-    assert shared.run("import os; print(os.getuid(), os.getcwd())") == "10001 /workspace"
+    assert shared.check("print(6 * 7)") == "42"
+    assert shared.check("import os; print(os.getuid(), os.getcwd())") == "10001 /workspace"
 
 
-def test_no_network_but_loopback(shared: LiveMachine) -> None:
+def test_no_network_but_loopback(shared: LiveGuest) -> None:
     """A service of the host listens on every address of it; the guest reaches none."""
     addresses = ["127.0.0.1", "192.0.2.1", "10.0.2.2", "1.1.1.1"]
     with socket.socket() as listener, socket.socket() as proof:
@@ -71,7 +66,7 @@ def test_no_network_but_loopback(shared: LiveMachine) -> None:
         port = listener.getsockname()[1]
         # The address is one of this host (tools/live/run.sh), and here the service answers.
         proof.connect(("192.0.2.1", port))
-        text = shared.run(
+        text = shared.check(
             f"""{_ATTEMPT}
 print(open('/proc/net/route').read().count(chr(10)))
 print(sorted(line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]))
@@ -91,14 +86,9 @@ print(attempt(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW)))
     ]
 
 
-def test_root_and_sources_are_read_only_and_nothing_else_is_seen(shared: LiveMachine) -> None:
-    text = shared.run(
+def test_nothing_of_the_machine_is_seen(shared: LiveGuest) -> None:
+    text = shared.check(
         f"""{_ATTEMPT}
-print(attempt(lambda: open('/usr/made', 'w')))
-print(attempt(lambda: open('/sources/data/made', 'w')))
-print(attempt(lambda: open('/sources/one', 'a')))
-print(open('/sources/data/a.txt').read(), '|', open('/sources/one').read())
-print(sorted(os.listdir('/sources')))
 print(attempt(lambda: os.listdir('/run/backintel')), attempt(lambda: os.listdir('/storage')))
 print(attempt(lambda: os.mknod('/tmp/disk', 0o60600, os.makedev(254, 0))))
 print(sorted(n for n in os.listdir('/dev') if n.startswith(('vd', 'kmsg', 'vsock'))))
@@ -106,11 +96,6 @@ print(repr(open('/proc/cmdline').read()))
 """
     )
     assert text.splitlines() == [
-        "Read-only file system",
-        "Read-only file system",
-        "Read-only file system",
-        "of the directory | of the file",
-        "['data', 'one']",
         "No such file or directory No such file or directory",
         "Operation not permitted",
         "[]",
@@ -118,10 +103,10 @@ print(repr(open('/proc/cmdline').read()))
     ]
 
 
-def test_agent_and_machine_are_out_of_reach(shared: LiveMachine) -> None:
+def test_agent_and_machine_are_out_of_reach(shared: LiveGuest) -> None:
     """Only the enclosure's process 1, a fork of the agent and root's, is seen, and not touched."""
     gone = ("/dev/mem", "/dev/vda", "/dev/kvm", "/dev/vsock", "/mnt/g/agent.py", "/run/smolvm")
-    text = shared.run(
+    text = shared.check(
         f"""{_ATTEMPT}
 names = [n for n in os.listdir('/proc') if n.isdigit()]
 words = {{n: open(f'/proc/{{n}}/cmdline').read() for n in names}}
@@ -148,34 +133,10 @@ for path in {gone}:
         *["Connection refused"] * 2,
         *["No such file or directory"] * len(gone),
     ]
-    assert shared.guest.sample().tasks > 1
+    assert shared.sample(lambda sample: sample.tasks > 1).tasks > 1
 
 
-def test_full_mounts_are_the_guests_own_trouble(shared: LiveMachine) -> None:
-    text = shared.run(
-        f"""{_ATTEMPT}
-def fill(path):
-    with open(path, 'wb') as file:
-        for _ in range(200):
-            file.write(bytes(1 << 20))
-for place in ('/workspace', '/tmp', '/dev/shm'):
-    print(attempt(lambda: fill(place + '/big')))
-    os.unlink(place + '/big')
-"""
-    )
-    assert text.splitlines() == ["No space left on device"] * 3
-
-
-def test_interrupt_keeps_the_state(shared: LiveMachine) -> None:
-    shared.run("kept = 1")
-    shared.begin("while True: pass")
-    shared.guest.signal(signal.SIGINT)
-    reply = shared.do(shared.client.get_shell_msg(timeout=20 * SLOW))
-    assert reply["content"]["ename"] == "KeyboardInterrupt"
-    assert shared.run("print(kept)") == "1"
-
-
-def test_artifacts_are_listed_and_leave_while_a_cell_counts(shared: LiveMachine) -> None:
+def test_artifacts_are_listed_and_leave_while_a_cell_counts(shared: LiveGuest) -> None:
     shared.begin(
         """
 file = open('/artifacts/n.csv', 'wb', buffering=0)
@@ -211,15 +172,15 @@ while True:
     assert shared.do(until_beyond(counts[0])) > counts[0]
     proven.note("artifacts while it runs", f"listed, and 3 copies alike in {hold.seconds:.1f} s")
     shared.guest.signal(signal.SIGINT)
-    reply = shared.do(shared.client.get_shell_msg(timeout=20 * SLOW))
+    reply = shared.client.get_shell_msg(timeout=20 * PACE)
     assert reply["content"]["ename"] == "KeyboardInterrupt"
-    shared.run("import os; os.unlink('/artifacts/n.csv')")
+    shared.check("import os; os.unlink('/artifacts/n.csv')")
 
 
-def test_much_output_and_much_data_come_out_whole(shared: LiveMachine) -> None:
+def test_much_output_and_much_data_come_out_whole(shared: LiveGuest) -> None:
     """smolvm#238 (case 29): 50 KB of a command's output ended the guest."""
-    assert len(shared.run("print('x' * 4_000_000)")) == 4_000_000
-    digest = shared.run(
+    assert len(shared.check("print('x' * 4_000_000)")) == 4_000_000
+    digest = shared.check(
         "import hashlib, os\n"
         "data = os.urandom(20 << 20)\n"
         "with open('/artifacts/big.csv', 'wb') as file: file.write(data)\n"
@@ -232,10 +193,10 @@ def test_much_output_and_much_data_come_out_whole(shared: LiveMachine) -> None:
             if (file := tar.extractfile(member)) is not None
         }
     assert found == {"big.csv": digest}
-    shared.run("os.unlink('/artifacts/big.csv')")
+    shared.check("os.unlink('/artifacts/big.csv')")
 
 
-def test_the_guests_clock_is_the_hosts(shared: LiveMachine) -> None:
+def test_the_guests_clock_is_the_hosts(shared: LiveGuest) -> None:
     """smolvm#521 (case 31): the clock drifts; here it is the host's, also after a standstill."""
     machine = shared.guest.leftovers.processes[1]
 
@@ -244,7 +205,7 @@ def test_the_guests_clock_is_the_hosts(shared: LiveMachine) -> None:
         found = []
         for _ in range(5):
             asked = time.time()
-            told = float(shared.run("import time; print(time.time())"))
+            told = float(shared.check("import time; print(time.time())"))
             half = (time.time() - asked) / 2
             found.append((half, told - asked - half))
         half, offset = min(found)
@@ -252,7 +213,7 @@ def test_the_guests_clock_is_the_hosts(shared: LiveMachine) -> None:
 
     offset, unsure = ahead()
     # A boot in emulation ends up to seconds behind (1.6 on a busy host): no drift, but lost ticks.
-    assert abs(offset) < 0.25 * SLOW + unsure
+    assert abs(offset) < 0.25 * PACE + unsure
     for number in (signal.SIGSTOP, signal.SIGCONT):
         os.kill(machine.pid, number)
         if number == signal.SIGSTOP:
@@ -263,13 +224,13 @@ def test_the_guests_clock_is_the_hosts(shared: LiveMachine) -> None:
     assert abs(later - offset) < _STANDSTILL_S / 2
 
 
-def test_figures_come_from_guest_and_host(shared: LiveMachine) -> None:
-    sample = shared.guest.sample()
+def test_figures_come_from_guest_and_host(shared: LiveGuest) -> None:
+    sample = shared.sample(lambda sample: sample.memory_bytes > 20 * MIB)
     assert 20 * MIB < sample.memory_bytes < PROFILE.ram_bytes
     assert sample.cpu_seconds > 0 and sample.tasks > 1 and sample.oom_kills == 0
 
 
-def test_monitor_is_confined_and_unprivileged(shared: LiveMachine) -> None:
+def test_monitor_is_confined_and_unprivileged(shared: LiveGuest) -> None:
     machine = shared.guest.leftovers.processes[1]
     user = int(str(shared.guest.limits["monitor_uid"]))
     assert user > 10001
@@ -279,19 +240,19 @@ def test_monitor_is_confined_and_unprivileged(shared: LiveMachine) -> None:
         assert os.readlink(f"/proc/{machine.pid}/ns/{name}") != own
 
 
-def test_two_machines_at_once_do_not_see_each_other(shared: LiveMachine, own: LiveMachine) -> None:
+def test_two_machines_at_once_do_not_see_each_other(shared: LiveGuest, own: LiveGuest) -> None:
     """Nor does a new machine see what another wrote before it (smolvm#187, case 30)."""
     places = ("/workspace", "/tmp", "/dev/shm", "/artifacts")
 
-    def write(machine: LiveMachine, mark: str) -> None:
-        machine.run(f"for p in {places}: open(p + '/{mark}.csv', 'w').write('{mark}')")
+    def write(machine: LiveGuest, mark: str) -> None:
+        machine.check(f"for p in {places}: open(p + '/{mark}.csv', 'w').write('{mark}')")
 
     write(shared, "first")
     second = own.start().release()
     write(second, "second")
     pairs = ((shared, "first", second), (second, "second", shared))
     for machine, mark, _ in pairs:
-        found = machine.run(f"import os\nfor p in {places}: print(sorted(os.listdir(p)))")
+        found = machine.check(f"import os\nfor p in {places}: print(sorted(os.listdir(p)))")
         assert found.count(f"'{mark}.csv'") == len(places)
         assert found.count(".csv") == len(places)
     for machine, _, other in pairs:
@@ -302,12 +263,12 @@ def test_two_machines_at_once_do_not_see_each_other(shared: LiveMachine, own: Li
     # What ends one of them is told there with evidence, and the other does not notice.
     second.begin("block = []\nwhile True: block.append(bytearray(16 << 20))")
     assert second.wait(30).status == -9
-    assert second.guest.sample().oom_kills > 0
-    assert shared.guest.sample().oom_kills == 0
-    assert shared.run("print(open('/workspace/first.csv').read())") == "first"
+    assert second.sample().oom_kills > 0
+    assert shared.sample().oom_kills == 0
+    assert shared.check("print(open('/workspace/first.csv').read())") == "first"
 
 
-def _reachable(user: int, other: LiveMachine) -> list[str]:
+def _reachable(user: int, other: LiveGuest) -> list[str]:
     """Return what a process of one monitor's user can list of another machine."""
     proc = Path(f"/proc/{other.guest.leftovers.processes[1].pid}")
     places = [*map(str, other.plan.directories), f"{proc}/root/tmp", f"{proc}/fd", f"{proc}/task"]
@@ -333,15 +294,15 @@ def _reachable(user: int, other: LiveMachine) -> list[str]:
     return listed
 
 
-def test_artifacts_are_there_after_the_kill_and_then_nothing(shared: LiveMachine) -> None:
+def test_artifacts_are_there_after_the_kill_and_then_nothing(shared: LiveGuest) -> None:
     """The last of this module: it ends the machine that the others shared."""
-    shared.run("import os\nfor n in os.listdir('/artifacts'): os.unlink('/artifacts/' + n)")
-    shared.run("open('/artifacts/a.csv', 'w').write('a,b\\n')")
+    shared.check("import os\nfor n in os.listdir('/artifacts'): os.unlink('/artifacts/' + n)")
+    shared.check("open('/artifacts/a.csv', 'w').write('a,b\\n')")
     shared.begin("while True: pass")
     processes = shared.guest.leftovers.processes
     shared.guest.kill()
     assert shared.wait().status == -9
     with shared.guest.artifacts() as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
         assert [member.name for member in tar] == ["a.csv"]
-    assert shared.do(shared.guest.destroy(10 * SLOW)) == []
+    assert shared.do(shared.guest.destroy(10 * PACE)) == []
     assert [process for process in processes if is_running(process)] == []

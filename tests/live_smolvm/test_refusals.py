@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import SLOW, LiveMachine
+from live_guest import PACE, LiveGuest
 from product import backintel, left_behind, write_notebook
 
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER
@@ -65,7 +65,7 @@ def test_device_without_permission_is_refused(tmp_path: Path) -> None:
     assert "give" in found["remedy"] and "access to the device" in found["remedy"]
 
 
-def test_machine_without_progress_is_refused(own: LiveMachine) -> None:
+def test_machine_without_progress_is_refused(own: LiveGuest) -> None:
     """A KVM that does not run the guest looks like a monitor that stands still."""
     own.guest = own.do(own.engine.launch(own.spec).claim())
     launcher = own.guest.leftovers.processes[0]
@@ -77,7 +77,7 @@ def test_machine_without_progress_is_refused(own: LiveMachine) -> None:
 
     own.do(stop())
     with pytest.raises(HostRefused) as refused:
-        own.do(own.guest.wait_attested(30 * SLOW))
+        own.do(own.guest.wait_attested(30 * PACE))
     assert refused.value.permanent
     assert "this host's KVM cannot boot it" in refused.value.message
     assert "nested virtualization" in refused.value.remedy
@@ -110,7 +110,7 @@ def test_tampered_file_of_the_wheel_is_refused(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(package.parent)},
         capture_output=True,
         text=True,
-        timeout=30 * SLOW,
+        timeout=30 * PACE,
         check=True,
     )
     code, message, remedy = done.stdout.splitlines()[-1].split(" | ")

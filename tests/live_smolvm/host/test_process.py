@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live import SLOW
+from live_guest import PACE
 
 from kernel_provisioner.engines.base import GuestSpec, Leftovers, ProcessIdentity, SourceMount
 from kernel_provisioner.engines.leftovers import remove_leftovers
@@ -31,9 +31,6 @@ from kernel_provisioner.images.receipt import load_image
 from kernel_provisioner.paths import StateDirs, guest_code_dir, state_dirs
 from kernel_provisioner.processes import is_running
 from kernel_provisioner.profiles import BUILTIN
-
-PACE = SLOW if "backintel_slow" in sys.modules else 1
-"""How much longer everything may take: much in the emulated machine, not at all elsewhere."""
 
 
 def make_spec(directory: Path, source: Path) -> GuestSpec:
