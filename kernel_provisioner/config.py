@@ -356,7 +356,7 @@ def _engine_name(origin: str, value: object, typed: bool) -> str:
         origin,
         "engine",
         f"{_brief(name)}{older} is not an engine.{_hint(name, ENGINES)}".removesuffix("."),
-        f"use {', '.join(ENGINES)}.",
+        f"use {', '.join((*ENGINES, 'auto') if typed else ENGINES)}.",
     )
 
 

@@ -134,6 +134,17 @@ def test_engines_that_are_not() -> None:
         resolve(spec={"engine": "bwarp"})
 
 
+def test_auto_is_named_where_it_may_be_said_and_only_there() -> None:
+    for place, remedy in (
+        ({"cli": {"engine": "foo"}}, "use smolvm, bwrap, auto."),
+        ({"spec": {"engine": "foo"}}, "use smolvm, bwrap."),
+        ({"env": {"BACKINTEL_SANDBOX": "foo"}}, "use smolvm, bwrap."),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            resolve(**place)  # type: ignore[arg-type]
+        assert refused.value.remedy == remedy
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
