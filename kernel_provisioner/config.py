@@ -25,6 +25,8 @@ from kernel_provisioner.profiles import MIB, Profile
 from kernel_provisioner.sources import Source, check_name, check_source, guest_environment
 
 ENGINE_VARIABLE = "BACKINTEL_SANDBOX"
+_COMMAND_LINE = "command line"
+_ENVIRONMENT = "environment"
 SYSTEM_FILE = Path("/etc/backintel/backintel.toml")
 MAX_FILE_BYTES = 1024 * 1024
 
@@ -141,7 +143,7 @@ def resolve_settings(
     """
     paths = default_files(environ) if files is None else files
     layers = [
-        _layer("command line", command_line),
+        _layer(_COMMAND_LINE, command_line),
         _environment(environ),
         _layer("kernelspec", kernelspec),
         *(_file_layer(path) for path in paths),
@@ -173,7 +175,7 @@ def known_profiles(files: Sequence[Path] | None = None) -> dict[str, Profile]:
 
 
 def _environment(environ: Mapping[str, str]) -> _Layer:
-    return _layer("environment", {"engine": environ.get(ENGINE_VARIABLE) or None})
+    return _layer(_ENVIRONMENT, {"engine": environ.get(ENGINE_VARIABLE) or None})
 
 
 def _engine(layers: Sequence[_Layer]) -> tuple[str, str]:
@@ -191,7 +193,7 @@ def _profile(layers: Sequence[_Layer], default: str) -> Profile:
     )
     if name not in known:
         raise ConfigError(
-            f"{origin}: profile: {name!r} is not a profile.{_hint(name, known)}",
+            f"{_place(origin, 'profile')}: {name!r} is not a profile.{_hint(name, known)}",
             remedy=f"choose one of {', '.join(sorted(known))}, or define [profiles.NAME].",
         )
     profile = known[name]
@@ -206,14 +208,14 @@ def _profile(layers: Sequence[_Layer], default: str) -> Profile:
     elif cell is not None and run is not None and run_rank < cell_rank:
         # A shorter run asked for with higher precedence wins over a standing cell deadline.
         cell = min(cell, run)
-    where = layers[min(cell_rank, run_rank)].origin if cell is not None or run is not None else ""
+    given = (("cell_deadline", cell, cell_rank), ("run_deadline", run, run_rank))
     try:
         profile = profiles.with_deadlines(profile, cell_s=cell, run_s=run)
     except ProfileRefused as error:
-        raise ConfigError(
-            f"{where}: cell_deadline, run_deadline: {error.message}",
-            remedy="let the run deadline be at least the cell deadline.",
-        ) from None
+        places = [
+            _place(layers[rank].origin, key) for key, value, rank in given if value is not None
+        ]
+        raise ConfigError(f"{', '.join(places)}: {error.message}", remedy=error.remedy) from None
     _, action = _first([layer.on_deadline for layer in layers])
     _, grace = _first([layer.grace for layer in layers])
     if action is not None:
@@ -278,7 +280,7 @@ def _file_layer(path: Path) -> _Layer:
 
 def _layer(origin: str, values: Mapping[str, object], *, from_file: bool = False) -> _Layer:
     """Check one place's values, key by key. Raises ConfigError, EngineUnavailable."""
-    typed = origin == "command line"
+    typed = origin == _COMMAND_LINE
     allowed = (*_KEYS, *(("profiles",) if from_file else ()))
     layer = _Layer(origin)
     for key, value in values.items():
@@ -313,16 +315,16 @@ def _layer(origin: str, values: Mapping[str, object], *, from_file: bool = False
 def _unknown(origin: str, shown: str, key: str, allowed: Sequence[str]) -> ConfigError:
     if str(key).lower().replace("-", "_") in _REFUSED:
         return ConfigError(
-            f"{origin}: {shown}: {_REFUSED[str(key).lower().replace('-', '_')]}.",
+            f"{_place(origin, shown)}: {_REFUSED[str(key).lower().replace('-', '_')]}.",
             remedy="remove the key.",
         )
     if key == "profiles":
         return ConfigError(
-            f"{origin}: profiles: own profiles are defined in backintel.toml only.",
+            f"{_place(origin, key)}: own profiles are defined in backintel.toml only.",
             remedy="move the table there.",
         )
     return ConfigError(
-        f"{origin}: {shown}: is not a known key.{_hint(str(key), allowed)}",
+        f"{_place(origin, shown)}: is not a known key.{_hint(str(key), allowed)}",
         remedy=f"known keys are {', '.join(allowed)}.",
     )
 
@@ -383,7 +385,9 @@ def _source_paths(origin: str, value: object, *, relative: bool) -> dict[str, st
         try:
             check_name(str(name))
         except SourceRefused as error:
-            raise SourceRefused(f"{origin}: {error.message}", remedy=error.remedy) from None
+            raise SourceRefused(
+                f"{_place(origin, 'sources')}: {error.message}", remedy=error.remedy
+            ) from None
         text = os.path.expanduser(_text(origin, key, path))
         if not os.path.isabs(text) and not relative:
             raise _bad(
@@ -444,4 +448,15 @@ def _brief(value: object) -> str:
 
 
 def _bad(origin: str, key: str, reason: str, remedy: str = "correct the value.") -> ConfigError:
-    return ConfigError(f"{origin}: {key}: {reason}.", remedy=remedy)
+    return ConfigError(f"{_place(origin, key)}: {reason}.", remedy=remedy)
+
+
+def _place(origin: str, key: str) -> str:
+    """Return what a person wrote: an option, a variable, or a key of a file or kernelspec."""
+    if origin == _ENVIRONMENT:
+        return ENGINE_VARIABLE
+    if origin == _COMMAND_LINE:
+        word, _, name = key.partition(".")
+        option = "source" if word == "sources" else word.replace("_", "-")
+        return f"--{option} {name}".rstrip()
+    return f"{origin}: {key}"

@@ -219,6 +219,12 @@ def with_deadlines(
     else:
         run = profile.run_deadline_s if run_s is None else run_s
         cell = min(profile.cell_deadline_s, run) if cell_s is None else cell_s
+        if cell > run:
+            raise ProfileRefused(
+                f"profile {profile.name!r}: the cell deadline of {cell:g} s is over the "
+                f"run deadline of {run:g} s.",
+                remedy="let the run deadline be at least the cell deadline.",
+            )
         changed = replace(profile, cell_deadline_s=cell, run_deadline_s=run)
     check(changed)
     return changed

@@ -153,16 +153,17 @@ def test_only_what_was_typed_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--engine", "docker"], "docker"),
-        (["--profile", "huge"], "'huge' is not a profile"),
+        (["--engine", "docker"], "--engine: 'docker'"),
+        (["--profile", "huge"], "--profile: 'huge' is not a profile"),
         (["--source", "a"], "is not NAME=PATH"),
         (["--source", "a=/srv", "--source", "a=/opt"], "two sources are named 'a'"),
         (["--source", "a=/nowhere"], "does not exist"),
         (["--param", "x"], "has no '='"),
         (["--param", "a-b=1"], "is not a name"),
-        (["--cell-deadline", "-1"], "cell_deadline"),
+        (["--cell-deadline", "-1"], "backintel: --cell-deadline: is -1.0"),
+        (["--cell-deadline", "1000"], "backintel: --cell-deadline: profile"),
         (["--cell-deadline", "x"], "invalid float"),
-        (["--run-deadline", "nan"], "run_deadline"),
+        (["--run-deadline", "nan"], "backintel: --run-deadline: is nan"),
     ],
 )
 def test_bad_words_of_run_are_refused_and_leave_nothing(

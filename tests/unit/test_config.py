@@ -91,7 +91,7 @@ def test_environment_names_only_the_engine() -> None:
     environ = {"BACKINTEL_SANDBOX": "bwrap", "BACKINTEL_PROFILE": "large", "CELL_DEADLINE": "1"}
     assert resolve(env=environ) == replace(resolve(), engine="bwrap", engine_requested="bwrap")
     assert resolve(env={"BACKINTEL_SANDBOX": ""}) == resolve()
-    with pytest.raises(ConfigError, match=r"environment: engine: 'podman' is not an engine"):
+    with pytest.raises(ConfigError, match=r"^BACKINTEL_SANDBOX: 'podman' is not an engine"):
         resolve(env={"BACKINTEL_SANDBOX": "podman"})
 
 
@@ -185,7 +185,10 @@ def test_auto_is_named_where_it_may_be_said_and_only_there() -> None:
         (OWN + "cells = 0", "profiles.small.cells: is 0"),
         ("cell_deadline = ", "is not TOML"),
         ('x = "\\ud800"', "is not TOML"),
-        ("cell_deadline = 1000", "cell_deadline_s is 1000 s, over the run deadline of 900 s"),
+        (
+            "cell_deadline = 1000",
+            "cell_deadline: profile 'analysis': the cell deadline of 1000 s is over the",
+        ),
     ],
 )
 def test_bad_file_is_refused_by_file_key_and_reason(
@@ -204,6 +207,19 @@ def test_a_bad_value_is_refused_even_where_it_is_overridden(files: tuple[Path, P
     files[1].write_text("cell_deadline = 'soon'\n")
     with pytest.raises(ConfigError, match=r"system\.toml: cell_deadline"):
         resolve(files, cli={"cell_deadline": 5})
+
+
+def test_what_was_typed_is_named_as_it_was_typed() -> None:
+    for cli, place in (
+        ({"cell_deadline": -1.0}, "--cell-deadline: is -1.0; "),
+        ({"profile": "huge"}, "--profile: 'huge' is not a profile"),
+        ({"engine": "podman"}, "--engine: 'podman' is not an engine"),
+        ({"sources": {"a": ""}}, "--source a: is ''; "),
+        ({"sources": {"a/b": "/srv"}}, "--source: source name 'a/b' is not allowed"),
+    ):
+        with pytest.raises(BackIntelError) as refused:
+            resolve(cli=cli)
+        assert refused.value.message.startswith(place)
 
 
 def test_kernelspec_errors_name_the_kernelspec() -> None:
@@ -233,8 +249,14 @@ def test_deadlines_of_different_places(files: tuple[Path, Path]) -> None:
     files[0].write_text("cell_deadline = 100\n")
     shorter = resolve(files, cli={"run_deadline": 60}).profile
     assert (shorter.cell_deadline_s, shorter.run_deadline_s) == (60, 60)
-    with pytest.raises(ConfigError, match="command line: cell_deadline, run_deadline"):
+    with pytest.raises(ConfigError, match=r"^--cell-deadline, --run-deadline: profile"):
         resolve(files, cli={"run_deadline": 60, "cell_deadline": 61})
+    # What contradicts each other may have been written in two places.
+    files[0].write_text("run_deadline = 50\n")
+    with pytest.raises(
+        ConfigError, match=r"^--cell-deadline, /\S+/user\.toml: run_deadline: profile"
+    ):
+        resolve(files, cli={"cell_deadline": 61})
 
 
 def test_benchmark_takes_the_value_of_highest_precedence_for_both() -> None:

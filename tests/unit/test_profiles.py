@@ -129,7 +129,7 @@ def test_deadlines() -> None:
     shorter = with_deadlines(base, run_s=60)
     assert (shorter.cell_deadline_s, shorter.run_deadline_s) == (60, 60)
     assert with_deadlines(base) == base
-    with pytest.raises(ProfileRefused, match="1000 s, over the run deadline of 900 s"):
+    with pytest.raises(ProfileRefused, match="1000 s is over the run deadline of 900 s"):
         with_deadlines(base, cell_s=1000)
 
 
