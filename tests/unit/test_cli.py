@@ -111,6 +111,31 @@ def test_wrong_usage_is_status_2_and_one_line(
 
 
 @pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["--fly"], ""),
+        (["--fly", "sessions"], ""),
+        (["run", "n.ipynb", "--fly"], " run"),
+        (["sandbox"], " sandbox"),
+        (["sandbox", "--fly", "gc"], " sandbox"),
+        (["sandbox", "prepare", "--fly"], " sandbox prepare"),
+        (["sandbox", "check", "--fly"], " sandbox check"),
+        (["sandbox", "gc", "--fly"], " sandbox gc"),
+        (["sandbox", "gc", "word"], " sandbox gc"),
+        (["kernel", "install", "--fly"], " kernel install"),
+        (["kernel", "uninstall", "--fly"], " kernel uninstall"),
+        (["kernel", "list", "--fly"], " kernel list"),
+        (["sessions", "--fly"], " sessions"),
+        (["export", "0123456789abcdef", "--out", "x", "--fly"], " export"),
+    ],
+)
+def test_wrong_usage_points_to_the_help_of_the_very_command(
+    words: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _refused(words, capsys).endswith(f" Remedy: see `backintel{command} --help`.\n")
+
+
+@pytest.mark.parametrize(
     ("words", "option"),
     [
         (["run", ""], "NOTEBOOK"),
