@@ -104,7 +104,12 @@ def _add_run(commands: Commands) -> None:
     run.add_argument("--engine", metavar="ENGINE", help="smolvm (unless stated), bwrap, or auto")
     run.add_argument("--profile", metavar="P", help="limits: analysis (default), large, ...")
     _add_sources(run)
-    run.add_argument("--out", type=_path, metavar="DIR", help="a new or empty directory")
+    run.add_argument(
+        "--out",
+        type=_path,
+        metavar="DIR",
+        help="a new or empty directory (default: out-<notebook>-<time> here)",
+    )
     run.add_argument("--cell-deadline", type=float, metavar="S", help="seconds a cell may run")
     run.add_argument("--run-deadline", type=float, metavar="S", help="seconds all of it may take")
     run.add_argument(

@@ -153,6 +153,15 @@ def test_an_empty_word_is_wrong_usage(
     assert f"argument {option}: it is empty. Remedy: " in _refused(words, capsys)
 
 
+def test_the_help_of_run_says_where_results_go(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert "(default: out-<notebook>-<time> here)" in capsys.readouterr().out
+
+
 def test_an_error_is_json_when_json_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "/nowhere.ipynb", "--json"]) == 2
     captured = capsys.readouterr()

@@ -209,6 +209,16 @@ def test_a_reader_that_stalls_does_not_hold_up_progress() -> None:
             _report_on(stream)
 
 
+def test_a_summary_names_all_that_was_made() -> None:
+    out = Path("/work/out-n-20260101-000000")
+    result = RunResult(out, notebook=out / "n.ipynb", receipt=out / "receipt.json", published=True)
+    assert [line for line in summary(result) if str(out) in line] == [
+        f"notebook   {out}/n.ipynb",
+        f"artifacts  {out}/artifacts (0 files)",
+        f"receipt    {out}/receipt.json",
+    ]
+
+
 def test_a_summary_cannot_be_forged() -> None:
     result = RunResult(Path("/out"), failed_cell=1, exit_status=1)
     result.error = {"code": "E", "message": "x\nartifacts  /etc", "remedy": ""}

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -287,6 +288,13 @@ def test_the_default_directory_is_named_after_the_notebook(
     path = outdir.default_path("flights", 0.0)
     assert path.parent == Path(os.getcwd())
     assert path.name.startswith("out-flights-19")
+
+
+def test_a_checkout_stays_clean_of_runs_that_name_no_directory() -> None:
+    root = Path(__file__).parents[2]
+    made = outdir.default_path("flights", 0.0).name
+    ignored = (root / ".gitignore").read_text().splitlines()
+    assert any(fnmatch(f"/{made}/", line) for line in ignored)
 
 
 def test_a_long_name_of_any_script_gives_a_name_that_fits(
