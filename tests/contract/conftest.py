@@ -29,8 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _taken() -> None:
     """Take what the agents of running microVMs told meanwhile.
 
-    After 280 figures that nobody takes, one each second, libkrun waits for whoever does not read,
-    and with it all channels of that machine (measured, docs/engines.md).
+    libkrun waits with all channels of a machine for a socket that is not read, here after some 280
+    figures, one each second (measured).
     """
     for live in LiveGuest.running:
         live.do(asyncio.sleep(0.02))

@@ -74,6 +74,7 @@ def test_only_the_bounded_mounts_take_files(guest: LiveGuest) -> None:
 
 
 def test_sources_are_read_only_and_unchanged(guest: LiveGuest) -> None:
+    """smolvm#1004: what is mounted is there in full, and stays as it is."""
     data, alone = (source.path for source in guest.spec.sources)
     before = [hashlib.sha256(path.read_bytes()).digest() for path in (data / "a.csv", alone)]
     text = guest.check(
