@@ -59,27 +59,43 @@ def open_pidfd(pid: int) -> int | None:
         raise
 
 
-def kill_and_wait(process: ProcessIdentity, timeout: float) -> bool:
-    """SIGKILL this very process and wait at most ``timeout`` seconds. True once it is gone."""
+def kill_and_wait(process: ProcessIdentity, timeout: float, *, asked: float = 0.0) -> bool:
+    """SIGKILL this very process and wait at most ``timeout`` seconds. True once it is gone.
+
+    With ``asked`` it first gets SIGTERM and that many seconds more, to end what it keeps.
+    """
     fd = open_pidfd(process.pid)
     if fd is None:
         return True
     try:
         if not is_running(process):
             return True
-        try:
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-        except ProcessLookupError:
+        if asked > 0 and _signal_and_wait(fd, signal.SIGTERM, asked):
             return True
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        deadline = time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
-            if poller.poll(left * 1000):
-                return True
-        return not is_running(process)
+        return _signal_and_wait(fd, signal.SIGKILL, timeout) or not is_running(process)
     finally:
         os.close(fd)
+
+
+def end_child(pidfd: int, asked: float) -> None:
+    """End a child that is not reaped: by SIGTERM, and by SIGKILL after ``asked`` seconds."""
+    if asked <= 0 or not _signal_and_wait(pidfd, signal.SIGTERM, asked):
+        _signal_and_wait(pidfd, signal.SIGKILL, 0.0)
+
+
+def _signal_and_wait(fd: int, signum: int, timeout: float) -> bool:
+    """Send a signal and wait; return whether the process ended."""
+    try:
+        signal.pidfd_send_signal(fd, signum)
+    except ProcessLookupError:
+        return True
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        if poller.poll(left * 1000):
+            return True
+    return False
 
 
 def boot_id() -> str:

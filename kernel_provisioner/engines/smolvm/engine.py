@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -27,9 +26,10 @@ from kernel_provisioner.engines.smolvm.release import Prepared, load_prepared
 from kernel_provisioner.engines.smolvm.workspace import Places
 from kernel_provisioner.errors import HostRefused, StartFailed
 from kernel_provisioner.paths import StateDirs, state_dirs
-from kernel_provisioner.processes import identify
+from kernel_provisioner.processes import end_child, identify
 
 _LAUNCH_TIMEOUT_S = 15.0
+_ASKED_S = 1.0
 
 
 class SmolvmEngine:
@@ -123,7 +123,8 @@ class Launched:
 
 
 def _reap(pid: int, pidfd: int) -> None:
-    linux.pidfd_kill(pidfd, signal.SIGKILL)
+    # As a user the keeper must live to end what it started; as root its namespace does that.
+    end_child(pidfd, _ASKED_S if os.geteuid() else 0.0)
     os.waitpid(pid, 0)
     os.close(pidfd)
 
