@@ -120,8 +120,16 @@ def own_view(spec: GuestSpec, places: Places, prepared: Prepared) -> View:
     """Return the view of a monitor that runs as this very user: the host's own paths.
 
     The guest's code and single files are put into the state directory: the monitor shares
-    directories only, and refuses some places where a distribution may install the code.
+    directories only, and refuses some places where a distribution may install the code. Raises
+    StartFailed for a path that its options cannot express.
     """
+    for path in (places.state, spec.image_root, *(source.path for source in spec.sources)):
+        if ":" in str(path):
+            raise StartFailed(
+                f"{path} holds a colon, which separates names in the monitor's options.",
+                remedy="give it a name without one.",
+                phase="launch",
+            )
     code = places.state / "guest"
     shutil.copytree(spec.guest_code, code, ignore=shutil.ignore_patterns("__pycache__"))
     sources = []

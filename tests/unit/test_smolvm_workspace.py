@@ -1,0 +1,57 @@
+"""What the monitor of an ordinary user is given of the host: its own paths, directories alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from session_request import PROFILE, SESSION
+
+from kernel_provisioner.engines.base import GuestSpec, SourceMount
+from kernel_provisioner.engines.smolvm.release import Prepared
+from kernel_provisioner.engines.smolvm.workspace import Places, own_view
+from kernel_provisioner.errors import StartFailed
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    found = Places(tmp_path / "machines" / SESSION, tmp_path / "sockets" / SESSION)
+    found.state.mkdir(parents=True)
+    return found
+
+
+def spec(home: Path, *sources: Path) -> GuestSpec:
+    code = home / "code"
+    code.mkdir()
+    (code / "agent.py").write_text("1")
+    mounts = tuple(SourceMount(path.name.strip(":"), path) for path in sources)
+    return GuestSpec(
+        session=SESSION,
+        profile=PROFILE,
+        image_root=home / "image",
+        guest_code=code,
+        socket_dir=home / "sockets",
+        sources=mounts,
+    )
+
+
+def test_single_file_is_alone_in_a_directory_of_the_session(tmp_path: Path, places: Places) -> None:
+    for name in ("one", "beside"):
+        (tmp_path / name).write_text(name)
+    asked = spec(tmp_path, tmp_path, tmp_path / "one")
+    view = own_view(asked, places, Prepared(tmp_path / "engine", "1", {}))
+    assert view.sources[0] == str(tmp_path)
+    (told,) = Path(view.sources[1]).iterdir()
+    assert told.parent.is_relative_to(places.state)
+    assert told.read_text() == "one"
+    assert (Path(view.guest_code) / "agent.py").is_file()
+
+
+def test_path_that_the_options_cannot_express_is_refused(tmp_path: Path, places: Places) -> None:
+    odd = tmp_path / "a:b"
+    odd.mkdir()
+    with pytest.raises(StartFailed) as refused:
+        own_view(spec(tmp_path, odd), places, Prepared(tmp_path / "engine", "1", {}))
+    assert str(odd) in refused.value.message and "colon" in refused.value.message
+    assert refused.value.remedy
+    assert list(places.state.iterdir()) == []
