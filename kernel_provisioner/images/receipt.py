@@ -259,7 +259,9 @@ def check_receipt(image: Image) -> None:
     try:
         listing = stat_listing(image.root)
     except OSError as error:
-        raise _invalid(f"{error.filename} cannot be examined ({error.strerror})") from None
+        # The walk is over bytes.
+        where = os.fsdecode(error.filename or image.root)
+        raise _invalid(f"{where} cannot be examined ({error.strerror})") from None
     if listing.digest == facts.get("stat_sha256"):
         return
     try:

@@ -220,6 +220,15 @@ def test_an_ordinary_user_reads_what_root_prepared(base: Path) -> None:
     as_user(lambda: receipt.check_receipt(receipt.load_image(store(base))))
 
 
+def test_a_directory_that_a_user_may_not_list_is_named(base: Path) -> None:
+    image = receipt.load_image(store(base))
+    hidden = image.root / "hidden"
+    hidden.mkdir(mode=0o000)
+    with pytest.raises(ImageInvalid) as refused:
+        as_user(lambda: receipt.check_receipt(image))
+    assert f": {hidden} cannot be examined (Permission denied)" in refused.value.message
+
+
 def test_the_module_is_light() -> None:
     code = (
         "import sys; before = set(sys.modules); import kernel_provisioner.images.receipt;"
