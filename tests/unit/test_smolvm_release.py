@@ -234,3 +234,28 @@ def test_link_in_place_of_a_wheel_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "smol-vmm").symlink_to(tmp_path / "target")
     with pytest.raises(EngineUnavailable, match="cannot be opened"):
         release.copy_verified(tmp_path / "smol-vmm", tmp_path / "copy", "0" * 64)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["as root", "as a user"])
+def test_templates_are_found_where_the_program_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    """An ordinary user may write where the program lies, so that it expands them in place."""
+    staged = tmp_path / "staged"
+    staged.mkdir()
+
+    def stand_in(staged: Path, warm: Path, user: int | None) -> str:
+        cache = warm / ".cache/smolvm"
+        root = cache / "rootfs/1"
+        root.mkdir(parents=True)
+        (root / ".extracted").touch()
+        for name in release.TEMPLATES:
+            ((staged if beside else cache) / name).write_text(name)
+        return "nothing to boot"
+
+    monkeypatch.setattr(prepare, "_run_once", stand_in)
+    prepare._expand(staged)
+    assert {path.name for path in staged.iterdir()} == {*release.TEMPLATES, release.AGENT_ROOT}
+    for name in release.TEMPLATES:
+        assert (staged / name).read_text() == name
+    assert list(tmp_path.iterdir()) == [staged]

@@ -164,15 +164,16 @@ def _expand(staged: Path) -> None:
         said = _run_once(staged, warm, user)
         cache = warm / ".cache" / "smolvm"
         roots = [path.parent for path in cache.glob("rootfs/*/.extracted")]
-        made = [cache / name for name in TEMPLATES]
-        if len(roots) != 1 or not all(path.is_file() for path in made):
+        for name in TEMPLATES:
+            # Where it may write beside itself, as a user may, it expands them there at once.
+            if (cache / name).is_file():
+                (cache / name).rename(staged / name)
+        if len(roots) != 1 or not all((staged / name).is_file() for name in TEMPLATES):
             raise PrepareFailed(
                 "smol-vmm did not expand its templates. It said: "
                 f"{failures.message_of(said)[-600:]}",
                 remedy="see `backintel sandbox check`.",
             )
-        for path in made:
-            path.rename(staged / path.name)
         for marker in roots[0].glob(".smolvm-ready.*"):
             marker.unlink()
         roots[0].rename(staged / AGENT_ROOT)
