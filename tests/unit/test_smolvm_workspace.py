@@ -16,7 +16,8 @@ from kernel_provisioner.errors import StartFailed
 @pytest.fixture
 def places(tmp_path: Path) -> Places:
     found = Places(tmp_path / "machines" / SESSION, tmp_path / "sockets" / SESSION)
-    found.state.mkdir(parents=True)
+    for path in (found.state, found.sockets):
+        path.mkdir(parents=True)
     return found
 
 
@@ -45,6 +46,20 @@ def test_single_file_is_alone_in_a_directory_of_the_session(tmp_path: Path, plac
     assert told.parent.is_relative_to(places.state)
     assert told.read_text() == "one"
     assert (Path(view.guest_code) / "agent.py").is_file()
+
+
+def test_sockets_below_the_programs_home_fit_whatever_the_users_home(tmp_path: Path) -> None:
+    """The program makes a socket this deep; below ``~/.local/share`` its path was too long."""
+    runtime = Path(f"/tmp/backintel-{(1 << 32) - 2}")
+    longest = Places(tmp_path, runtime / SESSION / SESSION).home / f".cache/smolvm/vms/{SESSION}"
+    assert len(SESSION) == 16
+    assert len(str(longest / "agent.sock")) <= 107
+
+
+def test_home_that_the_program_is_told_leads_to_the_state(tmp_path: Path, places: Places) -> None:
+    view = own_view(spec(tmp_path), places, Prepared(tmp_path / "engine", "1", {}))
+    assert Path(view.state) == places.home
+    assert places.home.resolve() == places.state
 
 
 def test_path_that_the_options_cannot_express_is_refused(tmp_path: Path, places: Places) -> None:

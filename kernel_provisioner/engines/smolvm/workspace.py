@@ -43,6 +43,15 @@ class Places:
         return self.directory / "state"
 
     @property
+    def home(self) -> Path:
+        """As a user: a link to the state, as the program is told of it.
+
+        It makes sockets deep below its home. A Unix socket's path has 107 bytes at most, and those
+        of an ordinary ``~/.local/share`` had 129: no such machine could boot.
+        """
+        return self.sockets / "h"
+
+    @property
     def agent(self) -> Path:
         """The host's socket of the guest's agent."""
         return self.sockets / AGENT
@@ -130,6 +139,7 @@ def own_view(spec: GuestSpec, places: Places, prepared: Prepared) -> View:
                 remedy="give it a name without one.",
                 phase="launch",
             )
+    places.home.symlink_to(places.state)
     code = places.state / "guest"
     shutil.copytree(spec.guest_code, code, ignore=shutil.ignore_patterns("__pycache__"))
     sources = []
@@ -148,7 +158,7 @@ def own_view(spec: GuestSpec, places: Places, prepared: Prepared) -> View:
         engine=str(prepared.directory),
         image=str(spec.image_root),
         guest_code=str(code),
-        state=str(places.state),
+        state=str(places.home),
         sockets=str(places.sockets),
         sources=sources,
     )
