@@ -150,6 +150,14 @@ def test_unexplained_end_quotes_the_last_of_the_guests_console() -> None:
 _NEVER_READY = "monitor agent: {}boot process exited (code 1) before the agent was ready"
 
 
+def test_reason_that_the_monitor_gives_is_not_laid_to_kvm() -> None:
+    """Met with a user's home so deep that the monitor could not bind its socket."""
+    reason = "Error: add vsock port: socket path is 129 bytes, over the 107-byte limit ("
+    error = failures.explain(_NEVER_READY.format(reason), Remains(), "smol-vmm ended", "boot")
+    assert isinstance(error, StartFailed) and not error.permanent
+    assert "socket path is 129 bytes" in error.message and "KVM" not in error.message
+
+
 def test_guest_that_ended_without_a_word_is_a_kvm_that_cannot_boot_it() -> None:
     """Met in four of nine boots on such a host; in the others no progress was seen."""
     error = failures.explain(_NEVER_READY.format(""), Remains(), "smol-vmm ended", "boot")

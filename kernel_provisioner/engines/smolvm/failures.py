@@ -18,6 +18,8 @@ _QUOTED = 600
 
 _QUOTE = "guest console:"
 _ENDED = "before the agent was ready"
+_REASON = "monitor agent: Error:"
+"""What follows is why the monitor did not even try, as that a path is too long for a socket."""
 _GIVE_NESTED = (
     f"on a nested host give the outer machine nested virtualization; otherwise {CHOOSE_WEAKER}"
 )
@@ -84,7 +86,8 @@ def explain(printed: str, left: Remains, how: str, phase: str) -> BackIntelError
     for signs, kind, known_phase, cause, remedy in _KNOWN:
         if any(sign in own for sign in signs):
             return kind(f"{cause}{told}", remedy=remedy, phase=known_phase)
-    if _ENDED in printed and not quote and not left.console.strip():
+    silent = not quote and not left.console.strip() and _REASON not in printed
+    if _ENDED in printed and silent:
         # Where KVM cannot run the guest, its monitor gives up in one way or the other.
         return HostRefused(
             f"the guest's kernel ended without a word: this host's KVM cannot boot it.{told}",
