@@ -57,13 +57,13 @@ def backintel(*words: str | Path, **options: Any) -> Done:
     return Done(done.returncode, report, done.stderr)
 
 
-def run_notebook(notebook: Path, out: Path, *words: str | Path) -> Done:
+def run_notebook(notebook: Path, out: Path, *words: str | Path, **options: Any) -> Done:
     """``backintel run`` on a microVM; a boot that emulation stalled is tried once more."""
     command = ("run", notebook, "--engine", "smolvm", "--out", out, *words)
-    done = backintel(*command)
+    done = backintel(*command, **options)
     if done.status == 3 and stalled(str(done.report.get("error"))):
         shutil.rmtree(out)
-        done = backintel(*command)
+        done = backintel(*command, **options)
     return done
 
 
@@ -115,20 +115,21 @@ class Session:
         self.client: Any = None
 
     async def start(self) -> Session:
-        """Start it and connect; emulation is too slow for the heartbeat.
-
-        A boot that emulation stalled is tried once more.
-        """
+        """Start it and connect; a boot that emulation stalled is tried once more."""
         try:
-            await self.manager.start_kernel()
+            await self.attempt()
         except HostRefused as error:
             if not stalled(error.message):
                 raise
-            await self.manager.start_kernel()
+            await self.attempt()
+        return self
+
+    async def attempt(self) -> None:
+        """Start it and connect; emulation is too slow for the heartbeat."""
+        await self.manager.start_kernel()
         self.client = self.manager.client()
         self.client.start_channels(hb=False)
         await self.client.wait_for_ready(timeout=30 * PACE)
-        return self
 
     async def begin(self, code: str) -> None:
         """Start a cell, and wait until it printed ``begun``."""

@@ -16,8 +16,10 @@ LINES = (
     "artifacts",
     "artifacts while it runs",
     "deadline",
+    "ordinary user",
     "nothing left",
 )
+COUNTED = "live boots that emulation stalled, and that were tried again: "
 _seen: dict[str, str] = {}
 
 
@@ -42,5 +44,5 @@ def summary() -> list[str]:
     """Return one line for each fact, in order."""
     return [
         *(f"live {line:<18} {_seen.get(line, 'NOT SHOWN by this run')}" for line in LINES),
-        f"live boots that emulation stalled, and that were tried again: {len(STALLED)}",
+        f"{COUNTED}{len(STALLED)}",
     ]

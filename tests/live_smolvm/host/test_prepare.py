@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from kernel_provisioner.engines.smolvm.release import load_prepared, receipt_path
+from kernel_provisioner.engines.smolvm.release import (
+    AGENT_ROOT,
+    PACKAGE,
+    TEMPLATES,
+    find_package,
+    load_prepared,
+    receipt_path,
+)
 from kernel_provisioner.paths import StateDirs
 
+UID = 64017
+"""A uid that owns nothing on any machine."""
 LONGEST_S = 600
 """Half a minute on two idle processors; the bound is only against a test that never ends."""
 pytestmark = pytest.mark.timeout(2 * LONGEST_S)
@@ -113,3 +126,60 @@ def test_nothing_is_left_of_a_killed_preparation(prepared: Prepared) -> None:
     )
     place = load_prepared(prepared.dirs).directory
     assert sorted(place.parent.iterdir()) == [place, receipt_path(place)]
+
+
+_AS_USER = """
+import os, stat, sys
+from pathlib import Path
+import filelock
+from kernel_provisioner.engines.bwrap import linux
+from kernel_provisioner.engines.smolvm.prepare import prepare
+from kernel_provisioner.engines.smolvm.release import load_prepared
+from kernel_provisioner.paths import StateDirs
+home, user = Path(sys.argv[1]), int(sys.argv[2])
+if os.geteuid() == 0:
+    # Only here, so that nobody else on this host may use the device meanwhile.
+    linux.unshare(linux.CLONE_NEWNS)
+    linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("none", str(home / "dev"), "tmpfs", 0)
+    os.mknod(home / "dev/kvm", stat.S_IFCHR | 0o600, os.stat("/dev/kvm").st_rdev)
+    os.chown(home / "dev/kvm", user, user)
+    linux.mount(str(home / "dev/kvm"), "/dev/kvm", "", 4096)
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+dirs = StateDirs(home / "data", home / "state", home / "run")
+prepare(dirs, print)
+print(load_prepared(dirs, deep=True).directory)
+"""
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A directory that an ordinary user can reach, with the package in it."""
+    made = Path(tempfile.mkdtemp(prefix="backintel-prepare-", dir="/var/tmp"))
+    made.chmod(0o755)
+    shutil.copytree(find_package(), made / "site" / PACKAGE)
+    for name in ("data", "dev"):
+        (made / name).mkdir()
+        if os.geteuid() == 0:
+            os.chown(made / name, UID, UID)
+    yield made
+    shutil.rmtree(made)
+
+
+def test_an_ordinary_user_prepares_it(home: Path) -> None:
+    """The program then may write where it lies, and expands its disk templates there."""
+    done = subprocess.run(
+        [sys.executable, "-c", _AS_USER, str(home), str(UID)],
+        env={**os.environ, "PYTHONPATH": str(home / "site"), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    place = Path(done.stdout.splitlines()[-1])
+    assert place.is_relative_to(home / "data")
+    assert sorted(place.parent.iterdir()) == [place, receipt_path(place)]
+    assert {path.name for path in place.iterdir()} >= {*TEMPLATES, AGENT_ROOT}
