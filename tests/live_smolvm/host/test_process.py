@@ -169,8 +169,9 @@ asyncio.run(scenario())
 def test_sigkill_of_the_supervisor_ends_both_processes(
     tmp_path: Path, dirs: StateDirs, spec: GuestSpec
 ) -> None:
+    here = Path(__file__).parent
     code = _SUPERVISOR.format(
-        here=[str(Path(__file__).parent), str(Path(__file__).parent.parent)],
+        here=[str(here), str(here.parent), str(here.parent.parent / "contract")],
         directory=str(spec.socket_dir),
         source=str(spec.sources[0].path),
     )
