@@ -35,8 +35,9 @@ def remove_leftovers(leftovers: Leftovers, session: str, timeout: float = 2.0) -
         if _is_of(cgroup, session):
             thaw(cgroup)  # on cgroup v1 what is frozen does not die
     # A microVM's keeper of an ordinary user ends what it keeps once it is told, but if it is killed
-    # what it keeps may live on, with no record that names it. Root's has a PID namespace.
-    asked = min(_ASKED_S, timeout / 2) if os.geteuid() else 0.0
+    # what it keeps may live on, with no record that names it. Root's has a PID namespace, and what
+    # has a control group is found there.
+    asked = min(_ASKED_S, timeout / 2) if os.geteuid() and not leftovers.cgroups else 0.0
     for process in leftovers.processes:
         if not kill_and_wait(process, max(0.0, deadline - time.monotonic()), asked=asked):
             left.append(f"process {process.pid} could not be killed")

@@ -150,14 +150,15 @@ def test_a_notebook_of_a_user_runs_to_its_receipt(user: User) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["enforced", pytest.param("without", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["enforced", "without"])
 def test_monitor_of_a_user_is_confined(user: User, how: str) -> None:
     name = f"test_monitor_is_this_very_user_and_confined[{how}]"
     assert "1 passed" in user.test(f"user/test_monitor.py::{name}")
 
 
 @pytest.mark.parametrize("victim", ["supervisor", "monitor"])
-@pytest.mark.parametrize("phase", ["booting", "idle"])
+@pytest.mark.parametrize("phase", ["booting", pytest.param("idle", marks=pytest.mark.full)])
 def test_nothing_of_a_user_outlives_a_kill(user: User, phase: str, victim: str) -> None:
     said = user.test(f"test_kills.py::test_kill_while_{phase}[{victim}]")
     assert "1 passed" in said

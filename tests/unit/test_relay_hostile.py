@@ -67,7 +67,7 @@ SOON = pytest.mark.parametrize("stall_s", [1.0])
 
 @pytest.fixture
 def relay(directory: Path, stall_s: float) -> Iterator[RelayThread]:
-    bounds = RelayBounds(stall_s=stall_s, cell_messages=50, dial_s=20.0)
+    bounds = RelayBounds(stall_s=stall_s, cell_messages=50, dial_s=20.0, unread_bytes=8 * 2**20)
     relay = RelayThread(directory, bounds=bounds)
     yield relay
     relay.stop()
@@ -165,8 +165,9 @@ def test_a_client_that_does_not_read_holds_the_guest_back(
         except TimeoutError:
             held_back = True
     assert held_back
-    assert sent < 4 * 2**20
-    assert resident() - before < 16 * 2**20
+    # A microVM is not held back by what little a client leaves: its channels share one device.
+    assert 8 * 2**20 < sent < 12 * 2**20
+    assert resident() - before < 24 * 2**20
     client.close()
 
 

@@ -48,6 +48,9 @@ class RelayBounds:
     lets a long message rest for that long, is in violation. ``orphan_s``: how long a client
     connection whose guest side closed stays open for ``fail_pending`` to answer on it.
     ``open_inputs``: more than one, since an interrupted ``input()`` is never answered.
+    ``unread_bytes``: what all clients together may leave unread before the guest is held back. A
+    microVM's channels share one device, which waits with all of them for the one that is not read
+    (libkrun 1.x, measured), interrupts and the agent's connection included.
     """
 
     parser: ParserBounds = field(default_factory=ParserBounds)
@@ -63,6 +66,7 @@ class RelayBounds:
     cell_inputs: int = 10_000
     open_inputs: int = 16
     connections: int = 256
+    unread_bytes: int = 32 * 1024**2
     dial_s: float = 10.0
     stall_s: float = 30.0
     orphan_s: float = 2.0

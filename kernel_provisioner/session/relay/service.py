@@ -368,6 +368,11 @@ class Relay:
                 return
         self._owed.setdefault(place, []).append(reply)
 
+    def much_is_unread(self) -> bool:
+        """Whether clients leave more unread than is kept for them."""
+        unread = sum(connection.client.backlog for connection in self._connections.values())
+        return unread > self.bounds.unread_bytes
+
     def closed_inside_message(self, connection: Connection) -> None:
         """A client connection cannot be used any more; its reconnect is owed the answers."""
         self._cut.append((connection.channel, connection.identity))

@@ -1,9 +1,10 @@
 """One client connection and its own guest connection, joined byte for byte.
 
 Responsible for moving bytes with bounded memory: each direction keeps at most one received chunk
-(256 KiB), one held message start, and what the relay injects; a peer that does not read stops the
-other from being read. Guest bytes are hostile and pass the parser before anything is forwarded. A
-small message is forwarded whole or not at all, so a guest that dies in one leaves no trace of it.
+(256 KiB), one held message start, and what the relay injects; a guest that does not read stops its
+client from being read, and a client its guest once much is unread (``RelayBounds.unread_bytes``).
+Guest bytes are hostile and pass the parser before anything is forwarded. A small message is
+forwarded whole or not at all, so a guest that dies in one leaves no trace of it.
 """
 
 from __future__ import annotations
@@ -331,7 +332,7 @@ class Connection:
         if data is None or self.mode is Mode.ZOMBIE:
             return
         self.client.write(data)
-        if self.client.backlog and self.guest is not None:
+        if self.client.backlog and self.guest is not None and self._relay.much_is_unread():
             self.guest.pause()
 
     def _client_drained(self) -> None:
