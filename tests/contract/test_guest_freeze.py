@@ -59,7 +59,7 @@ def test_the_guest_stands_still_while_it_is_held_and_no_longer(start: Starter) -
         seconds = live.loop.run_until_complete(hold(beat))
         assert beat.poll(30_000 * PACE)
     assert not live.still()
-    assert 0.3 <= seconds <= 2.0
+    assert 0.3 <= seconds <= 2.0 * PACE
 
 
 def test_a_hold_that_nobody_ends_is_over_in_two_seconds(start: Starter) -> None:
@@ -74,7 +74,7 @@ def test_a_hold_that_nobody_ends_is_over_in_two_seconds(start: Starter) -> None:
     with heart(live) as beat:
         late, seconds = live.loop.run_until_complete(hold(beat))
     assert late
-    assert 1.0 < seconds <= 2.0
+    assert 1.0 * PACE < seconds <= 2.0 * PACE
     assert live.run("1").status == "ok"
 
 
