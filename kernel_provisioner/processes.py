@@ -42,6 +42,29 @@ def is_running(process: ProcessIdentity) -> bool:
     return start_time(process.pid) == process.start_time
 
 
+def children(pid: int) -> list[int]:
+    """Return the numbers of a process's children; empty if it is gone."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(word) for word in path.read_text().split()]
+        except OSError:
+            continue
+    return found
+
+
+def descendants(process: ProcessIdentity) -> list[ProcessIdentity]:
+    """Return what this very process has started, and what that has, as far as it still runs."""
+    found: list[ProcessIdentity] = []
+    numbers = children(process.pid)
+    while numbers:
+        identity = identify(numbers.pop())
+        if identity is not None and identity not in found:
+            found.append(identity)
+            numbers += children(identity.pid)
+    return found if is_running(process) else []
+
+
 def open_pidfd(pid: int) -> int | None:
     """Return a pidfd, or None if there is no such process. Raises OSError for want of descriptors.
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kernel_provisioner.engines.base import Leftovers
-from kernel_provisioner.processes import kill_and_wait
+from kernel_provisioner.processes import descendants, kill_and_wait
 
 PREFIX = "backintel-"
 """Every control group of ours is named ``backintel-<session>`` (a systemd scope: ``.scope``)."""
@@ -38,8 +38,15 @@ def remove_leftovers(leftovers: Leftovers, session: str, timeout: float = 2.0) -
     # what it keeps may live on, with no record that names it. Root's has a PID namespace, and what
     # has a control group is found there.
     asked = min(_ASKED_S, timeout / 2) if os.geteuid() and not leftovers.cgroups else 0.0
+    kept = (
+        [each for process in leftovers.processes for each in descendants(process)] if asked else []
+    )
     for process in leftovers.processes:
         if not kill_and_wait(process, max(0.0, deadline - time.monotonic()), asked=asked):
+            left.append(f"process {process.pid} could not be killed")
+    for process in kept:
+        # What a keeper that did not hear has left.
+        if not kill_and_wait(process, max(0.1, deadline - time.monotonic())):
             left.append(f"process {process.pid} could not be killed")
     for cgroup in leftovers.cgroups:
         if not _is_of(cgroup, session):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_guest import EMULATED, ENGINES, LiveGuest, Starter, make_sources
+from live_guest import EMULATED, ENGINES, PACE, STALLED, LiveGuest, Starter, make_sources
 
 from kernel_provisioner.engines.base import SourceMount
 
@@ -23,6 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         names = getattr(item, "fixturenames", ())
         if item.path.parent == HERE and ("start" in names or "guest" not in names):
             item.add_marker("full")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the boots that were tried again, where the live lane's own tests do not."""
+    if EMULATED and "proven" not in sys.modules:
+        terminalreporter.section("what this run tried again")
+        terminalreporter.write_line(f"live boots that emulation stalled: {len(STALLED)}")
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +75,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceMount, ...]
 @pytest.fixture(scope="session")
 def guest(engine: str, sources: tuple[SourceMount, ...]) -> Iterator[LiveGuest]:
     """A guest that the tests share and do not ruin."""
-    live = LiveGuest(engine, sources=sources)
+    live = LiveGuest(engine, sources=sources, backstop_s=3600.0 * PACE)
     try:
         yield live.start().release()
     finally:

@@ -17,20 +17,22 @@ def test_a_client_that_does_not_read_holds_up_no_other() -> None:
     async def body() -> None:
         session = await Session().start()
         info = session.manager.get_connection_info()
-        with zmq.Context() as context, context.socket(zmq.SUB) as deaf:
-            deaf.linger = 0
-            deaf.rcvhwm = 1
-            deaf.subscribe(b"")
-            deaf.connect(f"ipc://{info['ip']}-{info['iopub_port']}")
-            async with asyncio.timeout(60 * PACE):
-                while not await asyncio.to_thread(deaf.poll, 500):  # until it is subscribed
-                    await session.client.execute_interactive("1", silent=True)
-            async with asyncio.timeout(30 * PACE):
-                await session.begin(_MUCH)
-            await session.manager.interrupt_kernel()
-            reply = await session.client.get_shell_msg(timeout=30 * PACE)
-            assert reply["content"]["ename"] == "KeyboardInterrupt"
-        await session.close()
+        try:
+            with zmq.Context() as context, context.socket(zmq.SUB) as deaf:
+                deaf.linger = 0
+                deaf.rcvhwm = 1
+                deaf.subscribe(b"")
+                deaf.connect(f"ipc://{info['ip']}-{info['iopub_port']}")
+                async with asyncio.timeout(60 * PACE):
+                    while not await asyncio.to_thread(deaf.poll, 500):  # until it is subscribed
+                        await session.client.execute_interactive("1", silent=True)
+                async with asyncio.timeout(30 * PACE):
+                    await session.begin(_MUCH)
+                await session.manager.interrupt_kernel()
+                reply = await session.client.get_shell_msg(timeout=30 * PACE)
+                assert reply["content"]["ename"] == "KeyboardInterrupt"
+        finally:
+            await session.close()
 
     asyncio.run(body())
     assert swept() == []

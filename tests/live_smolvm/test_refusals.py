@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_guest import PACE, LiveGuest
+from live_guest import EMULATED, PACE, LiveGuest
 from product import backintel, left_behind, write_notebook
 
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER
@@ -31,6 +31,8 @@ KVM = Path("/dev/kvm")
 @pytest.fixture
 def without_kvm() -> Iterator[None]:
     """A machine without the device; it is there again afterwards."""
+    if not EMULATED:
+        pytest.skip("it takes /dev/kvm away from everybody; run by `make test-live-smolvm`")
     away = KVM.with_name("kvm-away")
     KVM.rename(away)
     yield

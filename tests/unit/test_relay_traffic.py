@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import select
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,6 +73,23 @@ def wait_dropped(relay: RelayThread, count: int) -> None:
     while dropped(relay) < count:
         assert time.monotonic() < deadline
     assert dropped(relay) == count
+
+
+def test_a_reply_of_an_end_waits_for_output_that_lies_unread(
+    relay: RelayThread, guest: HostileGuest, shell: Shell
+) -> None:
+    """A reply that overtakes its cell's error would be taken for the cell's own end."""
+    header = shell.request()
+    wire = message("stream", {"name": "stdout", "text": "x" * 100_000}, parent=header)
+    for _ in range(40):  # more than sockets hold
+        shell.guest_iopub.sendall(wire)
+    guest.die()
+    end = relay.relay.fail_pending("GuestLost", "gone", timeout=4 * PATIENCE_S)
+    told = asyncio.run_coroutine_threadsafe(end, relay.loop)
+    assert select.select([shell.shell], [], [], 0.5)[0] == []
+    assert until(shell.iopub, b"GuestLost").count(b"x" * 100_000) == 40
+    until(shell.shell, b"execute_reply")
+    assert told.result(PATIENCE_S) == 1
 
 
 # ---- replies (shell, control)

@@ -1,4 +1,4 @@
-"""What is made of smol-vmm's own time limit, which comes after every other: exit status 124."""
+"""How a microVM's end is told: by smol-vmm's own limit of time (status 124), or of memory."""
 
 from __future__ import annotations
 
@@ -72,5 +72,23 @@ def test_status_124_is_the_run_deadline_if_the_time_is_up(
                 assert supervisor._ending.result().reason is reason
             finally:
                 assert await guest.destroy(10) == []
+
+    asyncio.run(scenario())
+
+
+def test_peak_of_a_guest_killed_for_memory_is_all_of_it(tmp_path: Path) -> None:
+    """A gigabyte is filled in less than the second between two samples."""
+
+    async def scenario() -> None:
+        guest = ended_with(0, tmp_path)
+        try:
+            guest._limits["guest_memory_bytes"] = 700
+            guest._message({"sample": {"memory_bytes": 100, "tasks": 3, "oom_kills": 0}})
+            assert guest.sample().peak_memory_bytes == 100
+            guest._message({"exited": -9, "printed": "", "oom_kills": 1})
+            found = guest.sample()
+            assert (found.oom_kills, found.peak_memory_bytes, found.memory_bytes) == (1, 700, 100)
+        finally:
+            assert await guest.destroy(10) == []
 
     asyncio.run(scenario())

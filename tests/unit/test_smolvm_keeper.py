@@ -77,6 +77,12 @@ def by_a_sweep(kept: Kept) -> None:
     assert remove_leftovers(Leftovers((kept.keeper,)), "session") == []
 
 
+def by_a_sweep_that_it_does_not_hear(kept: Kept) -> None:
+    """As where the keeper has no processor time: it is killed, and what it keeps by the sweep."""
+    os.kill(kept.keeper.pid, signal.SIGSTOP)
+    by_a_sweep(kept)
+
+
 def by_the_supervisor(kept: Kept) -> None:
     """As a launch is given up."""
     fd = os.pidfd_open(kept.keeper.pid)
@@ -84,7 +90,7 @@ def by_the_supervisor(kept: Kept) -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("end", [by_a_sweep, by_the_supervisor])
+@pytest.mark.parametrize("end", [by_a_sweep, by_a_sweep_that_it_does_not_hear, by_the_supervisor])
 def test_who_ends_the_keeper_ends_the_machine(end: Callable[[Kept], None]) -> None:
     def piece() -> bool:
         kept = launched()
@@ -95,7 +101,7 @@ def test_who_ends_the_keeper_ends_the_machine(end: Callable[[Kept], None]) -> No
 
 
 def test_backstop_of_a_user_ends_the_machine() -> None:
-    assert as_user(lambda: lives_on(launched(backstop_s=0.5))) is False
+    assert as_user(lambda: lives_on(launched(backstop_s=4.0))) is False
 
 
 def test_machine_ends_with_the_process_that_started_it() -> None:

@@ -38,7 +38,10 @@ from kernel_provisioner.plaintext import quoted
 KILL_ANSWER_S = 1.0
 """How long the agent has to end the kernel before the machine is ended instead."""
 _GONE_S = 2.0
-_METHOD = "the guest kernel's MemTotal - MemAvailable, highest sample of each second"
+_METHOD = (
+    "the guest kernel's MemTotal - MemAvailable, highest sample of each second; MemTotal once it "
+    "killed for memory"
+)
 
 
 @dataclass(slots=True)
@@ -192,7 +195,7 @@ class SmolvmGuest:
             elif "exited" in message:
                 self._printed = str(message["printed"])[-16384:]
                 kills = int(message["oom_kills"])
-                self._last = self._with(oom_kills=max(self._last.oom_kills, kills))
+                self._last = self._with(**self._exhausted(kills))
                 self._finish(int(message["exited"]))
             elif "frozen" in message or "thawed" in message:
                 self._still.take(message)
@@ -207,8 +210,19 @@ class SmolvmGuest:
             memory_bytes=memory,
             peak_memory_bytes=max(self._last.peak_memory_bytes, memory),
             tasks=int(figures["tasks"]),
-            oom_kills=max(self._last.oom_kills, int(figures["oom_kills"])),
         )
+        self._last = self._with(**self._exhausted(int(figures["oom_kills"])))
+
+    def _exhausted(self, kills: int) -> dict[str, int]:
+        """Return the figures after so many kills for memory: before one all of it was taken.
+
+        On real hardware that takes less than the second from one sample to the next.
+        """
+        last = self._last
+        if kills <= last.oom_kills:
+            return {}
+        whole = int(str(self._limits.get("guest_memory_bytes", 0)))
+        return {"oom_kills": kills, "peak_memory_bytes": max(last.peak_memory_bytes, whole)}
 
     def _with(self, **changes: int) -> Sample:
         """Return the last sample with changes and the host's own figure of CPU time."""

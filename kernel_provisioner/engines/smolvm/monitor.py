@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kernel_provisioner.engines.base import ProcessIdentity
-from kernel_provisioner.processes import identify, is_running
+from kernel_provisioner.processes import children, identify, is_running
 
 _ROLE = b"_boot-vm"
 _MACHINES = ("state", ".cache", "smolvm", "vms")
@@ -29,8 +29,8 @@ _SECCOMP_FILTER = "2"
 
 def find(keeper: ProcessIdentity) -> ProcessIdentity | None:
     """Return the monitor among the keeper's descendants, recognized by its role."""
-    for program in _children(keeper.pid):
-        for pid in _children(program):
+    for program in children(keeper.pid):
+        for pid in children(program):
             identity = identify(pid)
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -39,16 +39,6 @@ def find(keeper: ProcessIdentity) -> ProcessIdentity | None:
             if identity is not None and _ROLE in words and is_running(keeper):
                 return identity
     return None
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += [int(word) for word in path.read_text().split()]
-        except OSError:
-            continue
-    return found
 
 
 def deviations(monitor: ProcessIdentity, user: int) -> list[str]:

@@ -132,7 +132,9 @@ def own_view(spec: GuestSpec, places: Places, prepared: Prepared) -> View:
     directories only, and refuses some places where a distribution may install the code. Raises
     StartFailed for a path that its options cannot express.
     """
-    for path in (places.state, spec.image_root, *(source.path for source in spec.sources)):
+    files = single_files(spec.sources)
+    shared = [source.path for number, source in enumerate(spec.sources) if number not in files]
+    for path in (places.state, spec.image_root, *shared):
         if ":" in str(path):
             raise StartFailed(
                 f"{path} holds a colon, which separates names in the monitor's options.",
@@ -145,7 +147,7 @@ def own_view(spec: GuestSpec, places: Places, prepared: Prepared) -> View:
     sources = []
     for number, source in enumerate(spec.sources):
         path = source.path
-        if path.is_file():
+        if number in files:
             directory = places.state / f"f{number}"
             directory.mkdir(mode=0o700)
             try:

@@ -14,7 +14,9 @@ import socket
 import stat
 import struct
 import termios
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 from kernel_provisioner.errors import StartFailed
@@ -22,6 +24,7 @@ from kernel_provisioner.errors import StartFailed
 _MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes with the final zero
 CHUNK = 256 * 1024
 """Most bytes received at once; an idle socket's own buffer holds about 208 KiB."""
+_PIECES = 64
 
 
 class Endpoint:
@@ -42,7 +45,8 @@ class Endpoint:
         self._on_data = on_data
         self._on_gone = on_gone
         self._on_drained = on_drained
-        self._out = bytearray()
+        self._out: deque[bytes | memoryview] = deque()
+        self._unsent = 0
         self._reading = False
         self._finishing: asyncio.TimerHandle | None = None
         self.closed = False
@@ -51,7 +55,7 @@ class Endpoint:
     @property
     def backlog(self) -> int:
         """Bytes that the socket did not take yet."""
-        return len(self._out)
+        return self._unsent
 
     @property
     def reading(self) -> bool:
@@ -65,8 +69,8 @@ class Endpoint:
         try:
             reply = fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, bytes(4))
         except OSError:  # not offered for Unix sockets everywhere
-            return len(self._out)
-        return len(self._out) + int(struct.unpack("i", reply)[0])
+            return self._unsent
+        return self._unsent + int(struct.unpack("i", reply)[0])
 
     def resume(self) -> None:
         """Begin or go on to receive."""
@@ -85,7 +89,7 @@ class Endpoint:
         if self.closed or self._finishing is not None:
             return
         if self._out:
-            self._out += data
+            self._keep(data)
             return
         try:
             done = self._sock.send(data)
@@ -95,8 +99,13 @@ class Endpoint:
             self._lose()
             return
         if done < len(data):
-            self._out += data[done:]
+            self._keep(data[done:])
             self._loop.add_writer(self._sock.fileno(), self._send_more)
+
+    def _keep(self, data: bytes | memoryview) -> None:
+        # Piece by piece: to add to one buffer of 32 MiB whose front was sent copies all of it.
+        self._out.append(bytes(data))
+        self._unsent += len(data)
 
     def finish(self, timeout: float) -> None:
         """Close once all is sent, or after ``timeout`` seconds."""
@@ -118,6 +127,7 @@ class Endpoint:
             self._finishing.cancel()
         self._loop.remove_writer(self._sock.fileno())
         self._out.clear()
+        self._unsent = 0
         self._sock.close()
 
     def _lose(self) -> None:
@@ -141,14 +151,17 @@ class Endpoint:
 
     def _send_more(self) -> None:
         try:
-            done = self._sock.send(self._out)
+            done = self._sock.sendmsg(list(islice(self._out, _PIECES)))
         except BlockingIOError:
             return
         except OSError:
             self._lose()
             return
-        del self._out[:done]
+        self._unsent -= done
+        while self._out and done >= len(self._out[0]):
+            done -= len(self._out.popleft())
         if self._out:
+            self._out[0] = memoryview(self._out[0])[done:]
             return
         self._loop.remove_writer(self._sock.fileno())
         if self._finishing is not None:

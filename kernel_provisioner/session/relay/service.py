@@ -150,7 +150,7 @@ class Relay:
             for blob in self._obituaries:
                 self._inject(connection, blob)
         # A reply that overtakes its error output would be taken for the end of the cell.
-        await _until(lambda: not self._cut_channel("iopub"), loop.time() + timeout / 4)
+        await _until(self._output_taken, loop.time() + timeout / 4)
         for entry, failure in failures:
             if failure.reply is not None:
                 self._deliver_reply(entry, failure.reply)
@@ -396,12 +396,16 @@ class Relay:
         return any(name == channel for name, _ in self._cut)
 
     def _guests_drained(self) -> bool:
-        """True once every guest connection reached its end, and clients took what it had sent."""
+        """True once every guest connection reached its end."""
         return not any(
             entry.guest is not None and not entry.guest.closed
             for entry in self._connections.values()
             if entry.channel != "hb"
         )
+
+    def _output_taken(self) -> bool:
+        unread = any(connection.client.backlog for connection in self._of("iopub"))
+        return not unread and not self._cut_channel("iopub")
 
     def _all_delivered(self) -> bool:
         waiting = any(entry.client.unread_by_peer() for entry in self._connections.values()) or any(
