@@ -104,15 +104,20 @@ class Export:
     def _directory(self, fd: int, prefix: str, depth: int) -> None:
         if depth > MAX_DEPTH:
             raise Truncated(f"{prefix} is nested deeper than {MAX_DEPTH} directories")
-        names = []
+        names: list[str] = []
+        more = False
         with os.scandir(fd) as listing:
             for entry in listing:
-                self._entries += 1
-                if self._entries > MAX_ENTRIES:
-                    raise Truncated(f"more than {MAX_ENTRIES} entries")
+                more = self._entries + len(names) >= MAX_ENTRIES
+                if more:
+                    break
                 names.append(entry.name)
+        self._entries += len(names)
         for name in sorted(names):
             self._entry(fd, name, prefix + name, depth)
+        if more:
+            # Only now: the host's own bound is lower, and gives the person its reason.
+            raise Truncated(f"more than {MAX_ENTRIES} entries")
 
     def _entry(self, parent: int, name: str, full: str, depth: int) -> None:
         info = os.stat(name, dir_fd=parent, follow_symlinks=False)

@@ -46,16 +46,20 @@ def test_process_1_shows_nothing_of_the_host(guest: LiveGuest) -> None:
     text = guest.check(
         """
         import os
-        print(sorted(os.listdir('/proc/1/root')) == sorted(os.listdir('/')))
-        for name in os.listdir('/proc/1/fd'):
-            try:
-                print(os.readlink(f'/proc/1/fd/{name}').split(':')[0])
-            except OSError:
-                pass
+        try:
+            print(sorted(os.listdir('/proc/1/root')) == sorted(os.listdir('/')))
+            for name in os.listdir('/proc/1/fd'):
+                try:
+                    print(os.readlink(f'/proc/1/fd/{name}').split(':')[0])
+                except OSError:
+                    pass
+        except PermissionError:
+            print('refused')
         """
     )
     first, *descriptors = text.splitlines()
-    assert first == "True"
+    # In a microVM it is root's.
+    assert first == ("True" if guest.seen else "refused")
     assert set(descriptors) <= {"/dev/null", "pipe", "anon_inode"}
 
 
@@ -139,10 +143,11 @@ def test_a_foreign_abi_kills_its_process(guest: LiveGuest, abi: str) -> None:
         if pid == 0:
             exec({code!r})
             os._exit(0)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSYS)
+        print(signal.Signals(-os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).name)
         """
     )
-    assert text == "True"
+    # The microVM's kernel does not have the 32-bit one at all.
+    assert text == "SIGSYS" or (not guest.seen and abi == "int 0x80" and text == "SIGSEGV")
 
 
 def test_signals_to_everybody_reach_nobody_outside(guest: LiveGuest) -> None:
@@ -175,8 +180,9 @@ def test_signals_to_everybody_reach_nobody_outside(guest: LiveGuest) -> None:
     ],
     ids=["inodes", "System V shared memory"],
 )
-def test_kernel_memory_counts_as_the_guests(start: Starter, code: str) -> None:
-    live = start(profile=small(ram_bytes=320 * MIB))
+def test_kernel_memory_counts_as_the_guests(engine: str, start: Starter, code: str) -> None:
+    ram = (320 if engine == "bwrap" else 512) * MIB
+    live = start(profile=small(ram_bytes=ram))
     live.send(
         "import ctypes, os\n"
         "libc = ctypes.CDLL(None); libc.shmat.restype = ctypes.c_void_p; n = 0\n" + code
@@ -184,4 +190,4 @@ def test_kernel_memory_counts_as_the_guests(start: Starter, code: str) -> None:
     assert live.wait(90).status == -9
     sample = live.sample()
     assert sample.oom_kills > 0
-    assert sample.peak_memory_bytes <= 320 * MIB
+    assert sample.peak_memory_bytes <= ram
