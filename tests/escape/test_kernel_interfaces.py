@@ -180,9 +180,8 @@ def test_signals_to_everybody_reach_nobody_outside(guest: LiveGuest) -> None:
     ],
     ids=["inodes", "System V shared memory"],
 )
-def test_kernel_memory_counts_as_the_guests(engine: str, start: Starter, code: str) -> None:
-    ram = (320 if engine == "bwrap" else 512) * MIB
-    live = start(profile=small(ram_bytes=ram))
+def test_kernel_memory_counts_as_the_guests(start: Starter, code: str) -> None:
+    live = start(profile=small(ram_bytes=320 * MIB))
     live.send(
         "import ctypes, os\n"
         "libc = ctypes.CDLL(None); libc.shmat.restype = ctypes.c_void_p; n = 0\n" + code
@@ -190,4 +189,5 @@ def test_kernel_memory_counts_as_the_guests(engine: str, start: Starter, code: s
     assert live.wait(90).status == -9
     sample = live.sample()
     assert sample.oom_kills > 0
-    assert sample.peak_memory_bytes <= ram
+    # A machine has a little more than was asked for.
+    assert sample.peak_memory_bytes <= (320 if live.seen else 336) * MIB
