@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 
 import pytest
-from live_guest import MIB, LiveGuest, Starter, small
+from live_guest import LiveGuest
 
 pytestmark = pytest.mark.sandbox
 
@@ -168,26 +168,3 @@ def test_signals_to_everybody_reach_nobody_outside(guest: LiveGuest) -> None:
         """
     )
     assert text == "alive -9"
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "while True: os.close(os.open(f'/dev/shm/{n}', os.O_CREAT)); n += 1",
-        "while True:\n"
-        "    p = libc.shmat(libc.shmget(0, 1 << 20, 0o1600), None, 0)\n"
-        "    ctypes.memset(p, 1, 1 << 20); libc.shmdt(ctypes.c_void_p(p))",
-    ],
-    ids=["inodes", "System V shared memory"],
-)
-def test_kernel_memory_counts_as_the_guests(start: Starter, code: str) -> None:
-    live = start(profile=small(ram_bytes=320 * MIB))
-    live.send(
-        "import ctypes, os\n"
-        "libc = ctypes.CDLL(None); libc.shmat.restype = ctypes.c_void_p; n = 0\n" + code
-    )
-    assert live.wait(90).status == -9
-    sample = live.sample()
-    assert sample.oom_kills > 0
-    # A machine has a little more than was asked for.
-    assert sample.peak_memory_bytes <= (320 if live.seen else 336) * MIB
