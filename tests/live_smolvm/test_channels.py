@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import zmq
 from live_guest import PACE
 from product import Session, swept
@@ -11,6 +12,7 @@ from product import Session, swept
 _MUCH = "for _ in range(100): print('x' * 50_000)\nprint('begun')\nwhile True: pass"
 
 
+@pytest.mark.full
 def test_a_client_that_does_not_read_holds_up_no_other() -> None:
     """Output that a second client leaves lying costs the first nothing, nor an interrupt."""
 
