@@ -30,12 +30,12 @@ def told(asked_mib: int, has_mib: float, cpus: int = 1, interfaces: tuple[str, .
     return "; ".join(attestation._machine(machine, spec))
 
 
-@pytest.mark.parametrize(("asked", "has"), [(320, 326.3), (512, 513.6), (768, 765), (4096, 4033)])
+@pytest.mark.parametrize(("asked", "has"), [(768, 765), (768, 768), (4096, 4033)])
 def test_what_a_real_machine_has_is_accepted(asked: int, has: float) -> None:
     assert told(asked, has) == ""
 
 
-@pytest.mark.parametrize(("asked", "has"), [(768, 785), (768, 1536), (768, 640), (4096, 4113)])
+@pytest.mark.parametrize(("asked", "has"), [(320, 326.3), (512, 513.6), (768, 769), (768, 640)])
 def test_memory_that_was_not_asked_for_is_a_deviation(asked: int, has: float) -> None:
     assert told(asked, has).endswith(f"not {asked * MIB}")
 
