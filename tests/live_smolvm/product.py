@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from live_guest import PACE, stalled
 
-from kernel_provisioner.engines.base import ProcessIdentity
-from kernel_provisioner.engines.smolvm import monitor
+from kernel_provisioner.engines.base import GuestSpec, ProcessIdentity
+from kernel_provisioner.engines.smolvm import command, monitor
 from kernel_provisioner.errors import HostRefused
 from kernel_provisioner.paths import StateDirs, state_dirs
 from kernel_provisioner.processes import is_running
@@ -59,11 +60,11 @@ def backintel(*words: str | Path, **options: Any) -> Done:
 
 def run_notebook(notebook: Path, out: Path, *words: str | Path, **options: Any) -> Done:
     """``backintel run`` on a microVM; a boot that emulation stalled is tried once more."""
-    command = ("run", notebook, "--engine", "smolvm", "--out", out, *words)
-    done = backintel(*command, **options)
+    words_of_run = ("run", notebook, "--engine", "smolvm", "--out", out, *words)
+    done = backintel(*words_of_run, **options)
     if done.status == 3 and stalled(str(done.report.get("error"))):
         shutil.rmtree(out)
-        done = backintel(*command, **options)
+        done = backintel(*words_of_run, **options)
     return done
 
 
@@ -164,6 +165,25 @@ class Session:
         if self.manager.provisioner is not None:
             await self.manager.provisioner.cleanup()
         await self.manager.cleanup_resources()
+
+
+def ask_for_socket_outside(
+    monkeypatch: pytest.MonkeyPatch, outside: Path, *, enforced: bool
+) -> None:
+    """Have the next machine expose a socket in ``outside`` as well, with Landlock or without."""
+    arguments, environ = command.arguments, command.environ
+
+    def with_another(spec: GuestSpec, view: command.View) -> list[str]:
+        words = arguments(spec, view)
+        end = words.index("--")
+        return [*words[:end], "--expose-socket", f"/run/other:{outside}/socket", *words[end:]]
+
+    def confined(view: command.View, start_s: float) -> dict[str, str]:
+        words = environ(view, start_s)
+        return words if enforced else {**words, "SMOLVM_LANDLOCK": "off"}
+
+    monkeypatch.setattr(command, "arguments", with_another)
+    monkeypatch.setattr(command, "environ", confined)
 
 
 def kill(process: ProcessIdentity) -> None:

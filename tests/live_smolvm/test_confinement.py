@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 from live_guest import LiveGuest
-
-from kernel_provisioner.engines.base import GuestSpec
-from kernel_provisioner.engines.smolvm import command
+from product import ask_for_socket_outside
 
 _OUTSIDE = Path("/srv/outside")
 
@@ -33,19 +31,7 @@ def test_socket_outside_the_allowed_paths_never_appears(
     own: LiveGuest, outside: Path, monkeypatch: pytest.MonkeyPatch, enforced: bool
 ) -> None:
     """Only Landlock forbids it, as the run without it shows: users and modes allow it."""
-    arguments, environ = command.arguments, command.environ
-
-    def with_another(spec: GuestSpec, view: command.View) -> list[str]:
-        words = arguments(spec, view)
-        end = words.index("--")
-        return [*words[:end], "--expose-socket", f"/run/other:{outside}/socket", *words[end:]]
-
-    def confined(view: command.View, start_s: float) -> dict[str, str]:
-        words = environ(view, start_s)
-        return words if enforced else {**words, "SMOLVM_LANDLOCK": "off"}
-
-    monkeypatch.setattr(command, "arguments", with_another)
-    monkeypatch.setattr(command, "environ", confined)
+    ask_for_socket_outside(monkeypatch, outside, enforced=enforced)
     own.start()
     machine = own.guest.leftovers.processes[1]
     assert (own.plan.directories[1] / "agent").is_socket()

@@ -66,16 +66,7 @@ class User:
         """Run tests of this directory as the user; return what was printed once all passed."""
         done = subprocess.run(
             [
-                *(
-                    sys.executable,
-                    "-m",
-                    "pytest",
-                    "-v",
-                    "-p",
-                    "no:cacheprovider",
-                    "-o",
-                    "timeout=0",
-                ),
+                *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-otimeout=0"),
                 *("--durations=5", f"--basetemp={self.home}/pytest"),
                 *words,
             ],

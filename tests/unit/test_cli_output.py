@@ -210,7 +210,7 @@ def test_a_reader_that_stalls_does_not_hold_up_progress() -> None:
 
 
 def test_a_summary_names_all_that_was_made() -> None:
-    out = Path("/work/out-n-20260101-000000")
+    out = Path("/data/out-n-20260101-000000")
     result = RunResult(out, notebook=out / "n.ipynb", receipt=out / "receipt.json", published=True)
     assert [line for line in summary(result) if str(out) in line] == [
         f"notebook   {out}/n.ipynb",

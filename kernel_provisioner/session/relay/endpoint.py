@@ -25,6 +25,7 @@ _MAX_SOCKET_PATH = 107  # sun_path holds 108 bytes with the final zero
 CHUNK = 256 * 1024
 """Most bytes received at once; an idle socket's own buffer holds about 208 KiB."""
 _PIECES = 64
+"""Most pieces of what was kept that one call sends; the system allows 1,024."""
 
 
 class Endpoint:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from live_guest import LiveGuest
+from product import ask_for_socket_outside
 
-from kernel_provisioner.engines.base import GuestSpec
-from kernel_provisioner.engines.smolvm import command, monitor
+from kernel_provisioner.engines.smolvm import monitor
 
 _HOST = "192.0.2.1"
 """An address of the emulated machine (tools/live/run.sh)."""
@@ -36,21 +36,9 @@ def test_monitor_is_this_very_user_and_confined(
     own: LiveGuest, monkeypatch: pytest.MonkeyPatch, enforced: bool
 ) -> None:
     """A socket in the user's own home never appears, as it does without Landlock."""
-    arguments, environ = command.arguments, command.environ
     outside = Path.home() / "outside"
     outside.mkdir()
-
-    def with_another(spec: GuestSpec, view: command.View) -> list[str]:
-        words = arguments(spec, view)
-        end = words.index("--")
-        return [*words[:end], "--expose-socket", f"/run/other:{outside}/socket", *words[end:]]
-
-    def confined(view: command.View, start_s: float) -> dict[str, str]:
-        words = environ(view, start_s)
-        return words if enforced else {**words, "SMOLVM_LANDLOCK": "off"}
-
-    monkeypatch.setattr(command, "arguments", with_another)
-    monkeypatch.setattr(command, "environ", confined)
+    ask_for_socket_outside(monkeypatch, outside, enforced=enforced)
     own.start()
     keeper, machine = own.guest.leftovers.processes
     user = os.getuid()
