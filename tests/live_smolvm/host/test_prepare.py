@@ -75,6 +75,13 @@ class Prepared:
     said: list[str]
 
 
+def expanding(engines: Path) -> bool:
+    """Whether a file is being expanded below a tree that changes meanwhile: os.walk goes on where
+    a directory was renamed away, Path.rglob raises.
+    """
+    return any(name.endswith(".partial") for _, _, names in os.walk(engines) for name in names)
+
+
 def kill_one(home: Path) -> None:
     """SIGKILL a preparation while the program expands what it boots."""
     process = preparation(home)
@@ -85,7 +92,7 @@ def kill_one(home: Path) -> None:
             said = [process.stdout.readline() for _ in range(2)]
             assert said[1].startswith("expanding"), said
             deadline = time.monotonic() + LONGEST_S
-            while not list((home / "engines").rglob("*.partial")):
+            while not expanding(home / "engines"):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.005)
         finally:
