@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from live_guest import PROFILE, LiveGuest, as_root
+from live_guest import MIB, PROFILE, LiveGuest, Starter, as_root, small
 
 pytestmark = pytest.mark.sandbox
 
@@ -54,6 +54,16 @@ def test_rlimits(guest: LiveGuest) -> None:
     )
     tasks, files = PROFILE.tasks, PROFILE.open_files
     assert json.loads(text) == [[tasks] * 2, [files] * 2, [0, 0], [0, 0], [0, 0]]
+
+
+def test_a_small_profile_has_no_more_memory_than_it_says(start: Starter) -> None:
+    """libkrun gives a machine a little more than it was asked for."""
+    sizes = dict.fromkeys(("workspace_bytes", "artifacts_bytes", "temp_bytes"), 16 * MIB)
+    live = start(profile=small(ram_bytes=320 * MIB, **sizes))
+    assert live.check("print(6 * 7)") == "42"
+    limit = live.guest.limits["memory_bytes" if live.seen else "guest_memory_bytes"]
+    assert isinstance(limit, int)
+    assert 0.85 * 320 * MIB <= limit <= 320 * MIB
 
 
 def test_limits_cannot_be_raised(guest: LiveGuest) -> None:

@@ -57,7 +57,7 @@ def test_six_sockets_are_exposed_and_no_more() -> None:
 def test_limits_come_from_the_profile() -> None:
     words = command.arguments(spec(), VIEW)
     options = dict(itertools.pairwise(words))
-    assert (options["--cpus"], options["--mem"]) == ("2", "2048")
+    assert (options["--cpus"], options["--mem"]) == ("2", "2032")
     assert (options["--storage"], options["--overlay"]) == ("3", "1")
     # Later than the launcher's own timer, which is later than the watchdog.
     assert options["--timeout"] == "18s"

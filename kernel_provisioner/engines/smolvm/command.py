@@ -31,6 +31,11 @@ _GUEST_CODE = "/mnt/g"
 _STORAGE_GIB = 3
 _OVERLAY_GIB = 1
 _MIB = 1 << 20
+_BEYOND_MIB = 16
+"""Not asked for, because libkrun gives some 11 MiB on top: the profile is the most there is.
+
+Measured by the guest's MemTotal: 326 MiB of 320 asked for, 514 of 512, 765 of 768.
+"""
 _PRIVATE = "/tmp/private"  # noqa: S108 - inside the guest
 SOURCE_FILE = "file"
 """A single file's name in the directory that is made for it: only directories can be mounted."""
@@ -65,7 +70,7 @@ def arguments(spec: GuestSpec, view: View) -> list[str]:
         "--cpus",
         str(profile.cpus),
         "--mem",
-        str(math.ceil(profile.ram_bytes / _MIB)),
+        str(math.ceil(profile.ram_bytes / _MIB) - _BEYOND_MIB),
         "--storage",
         str(_STORAGE_GIB),
         "--overlay",
