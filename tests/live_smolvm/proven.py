@@ -17,7 +17,6 @@ LINES = (
     "artifacts while it runs",
     "deadline",
     "ordinary user",
-    "two at once",
     "nothing left",
 )
 COUNTED = "live boots that emulation stalled, and that were tried again: "

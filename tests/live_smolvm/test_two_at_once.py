@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import proven
+import pytest
 from live_guest import PACE, stalled
 from product import Session, gone, swept
 
@@ -43,6 +43,7 @@ async def _use(session: Session, mark: str) -> None:
     )
 
 
+@pytest.mark.full
 def test_two_sessions_started_at_once_come_up_and_leave_nothing(tmp_path: Path) -> None:
     """Side by side each guest has half of a slow processor, and the program gives up at 30 s.
 
@@ -73,4 +74,3 @@ def test_two_sessions_started_at_once_come_up_and_leave_nothing(tmp_path: Path) 
 
     asyncio.run(body())
     assert swept() == []
-    proven.note("two at once", "started in the same moment, each its own artifact, nothing left")
