@@ -6,9 +6,9 @@ host, which alone can connect to its socket, and nothing that happens in the enc
 ``{"v": 1, "role": "control"}`` (answered ``{"v": 1}``), ``"artifacts"`` (answered by a tar stream)
 or ``"listing"`` (answered by export.py's records). The first control connection that is used after
 its answer is the only one for life: a host that asked too early asks again, and what it gave up
-ends nothing. Frames to the agent carry ``op``: ``plan``, ``go``, ``signal``, ``kill``, ``freeze``,
-``thaw``; frames from it carry ``attest``, ``ready``, ``failed``, ``sample``, ``frozen``, ``thawed``
-or ``exited``.
+ends nothing. Frames to the agent carry ``op``: ``plan``, ``endpoints``, ``go``, ``signal``,
+``kill``, ``freeze``, ``thaw``; frames from it carry ``attest``, ``endpoints``, ``ready``,
+``failed``, ``sample``, ``frozen``, ``thawed`` or ``exited``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import enclosure
+import endpoints
 import export
 import standstill
 import wire
@@ -148,6 +149,8 @@ class Agent:
         match message.get("op"):
             case "plan":
                 self._enclose(message)
+            case "endpoints":
+                self._open_endpoints(message["endpoints"])
             case "go" if self._init is not None:
                 go = {name: message[name] for name in ("connection", "environment")}
                 wire.send(self._init, go)
@@ -204,6 +207,24 @@ class Agent:
         self._selector.register(self._report, selectors.EVENT_READ, self._ended)
         if self._first:
             self._first_fd = os.pidfd_open(self._first)
+
+    def _open_endpoints(self, asked: Any) -> None:
+        """Have connections to these addresses led to the host; answer once they are taken."""
+        try:
+            forwarder = endpoints.offer(self._first_fd, asked)
+        except OSError as error:
+            self._tell({"failed": f"no endpoint can be offered: {error}"})
+            return
+
+        def answer() -> None:
+            if forwarder.recv(1):
+                self._tell({"endpoints": True})
+            else:
+                self._selector.unregister(forwarder)
+                self._tell({"failed": "the endpoints' forwarder ended"})
+
+        # For life: it ends when this connection is closed, which is with this process.
+        self._selector.register(forwarder, selectors.EVENT_READ, answer)
 
     def _from_init(self) -> None:
         """Pass on what the kernel's process says before user code runs."""

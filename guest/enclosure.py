@@ -14,11 +14,12 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 CLONE_NEWNS = 0x00020000
-_NAMESPACES = CLONE_NEWNS | 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+_CLONE_NEWNET = 0x40000000
+_NAMESPACES = CLONE_NEWNS | 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | _CLONE_NEWNET
 """Mount, cgroup, UTS, IPC, PID and network: all but the user namespace."""
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
@@ -92,6 +93,20 @@ def mount_nowhere(kind: str, place: str) -> int:
 def become_subreaper() -> None:
     """Adopt orphans, so that the enclosure's process 1 is a child of this process."""
     _check(_prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "subreaper")
+
+
+@contextlib.contextmanager
+def network_of(process: int) -> Iterator[None]:
+    """Have this thread in a process's network, given by pidfd: what it opens there stays there."""
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        _check(_libc.setns(process, _CLONE_NEWNET), "enter the network")
+        try:
+            yield
+        finally:
+            _check(_libc.setns(own, _CLONE_NEWNET), "leave the network")
+    finally:
+        os.close(own)
 
 
 def enclose(

@@ -6,6 +6,7 @@ attests is compared with what was asked by the caller of ``wait_attested``.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -30,6 +31,30 @@ class SourceMount:
 
 
 @dataclass(frozen=True, slots=True)
+class GuestEndpoint:
+    """An assigned endpoint as the guest finds it: ``host`` and ``port`` of its own loopback.
+
+    ``address`` (IPv4) is what ``host`` means there; one that is no loopback address is added to lo.
+    """
+
+    name: str
+    host: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointListener:
+    """What accepts the guest's connections to one endpoint; non-blocking.
+
+    ``framed``: not as the guest's client sent them, but in the frames of ``guest/forward.py``.
+    """
+
+    sock: socket.socket
+    framed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GuestSpec:
     """All that an engine needs to start one guest. Paths are absolute and already verified."""
 
@@ -40,6 +65,7 @@ class GuestSpec:
     socket_dir: Path
     """The session's 0700 directory; the engine binds the guest's sockets ``g-1``..``g-5`` there."""
     sources: tuple[SourceMount, ...] = ()
+    endpoints: tuple[GuestEndpoint, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables of the kernel that the owner named (spec E3, F3)."""
     backstop_s: float = 86400.0
@@ -140,6 +166,13 @@ class Guest(Protocol):
 
     async def wait_attested(self, timeout: float) -> Mapping[str, object]:
         """Return the guest's facts after comparing them. Raises AttestationFailed, StartFailed."""
+
+    async def open_endpoints(self, timeout: float) -> Mapping[str, EndpointListener]:
+        """Listen inside for each endpoint of the spec; once, between attestation and ``release``.
+
+        Returns listeners by the endpoint's name; what they accept is hostile as all that the guest
+        sends. The caller closes them. Raises StartFailed.
+        """
 
     async def release(self, connection: Mapping[str, object], timeout: float) -> None:
         """Send the go frame: the guest becomes the kernel; returns once its sockets are bound.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from live_guest import EMULATED, ENGINES, PACE, STALLED, LiveGuest, Starter, make_sources
 
-from kernel_provisioner.engines.base import SourceMount
+from kernel_provisioner.engines.base import GuestEndpoint, SourceMount
 
 HERE = Path(__file__).resolve().parent
 # What is of one engine alone.
@@ -72,10 +72,19 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceMount, ...]
     return make_sources(tmp_path_factory.mktemp("sources"))
 
 
+ENDPOINTS = (
+    GuestEndpoint("literal", "10.9.8.7", "10.9.8.7", 5432),
+    GuestEndpoint("local", "localhost", "127.0.0.1", 5432),
+    GuestEndpoint("named", "store.example", "127.0.1.1", 5432),
+    GuestEndpoint("web", "store.example", "127.0.1.1", 80),
+)
+"""Three of one port, and one of a port that only root may listen on."""
+
+
 @pytest.fixture(scope="session")
 def guest(engine: str, sources: tuple[SourceMount, ...]) -> Iterator[LiveGuest]:
     """A guest that the tests share and do not ruin."""
-    live = LiveGuest(engine, sources=sources, backstop_s=3600.0 * PACE)
+    live = LiveGuest(engine, sources=sources, endpoints=ENDPOINTS, backstop_s=3600.0 * PACE)
     try:
         yield live.start().release()
     finally:

@@ -20,7 +20,9 @@ from jupyter_client import BlockingKernelClient
 
 from kernel_provisioner.engines.base import (
     CHANNELS,
+    EndpointListener,
     Guest,
+    GuestEndpoint,
     GuestExit,
     GuestSpec,
     Sample,
@@ -98,6 +100,7 @@ class LiveGuest:
         *,
         profile: Profile = PROFILE,
         sources: tuple[SourceMount, ...] = (),
+        endpoints: tuple[GuestEndpoint, ...] = (),
         image_root: Path | None = None,
         environment: Mapping[str, str] | None = None,
         guest_code: Path | None = None,
@@ -115,12 +118,15 @@ class LiveGuest:
             guest_code=guest_code or guest_code_dir(),
             socket_dir=self.directory,
             sources=sources,
+            endpoints=endpoints,
             environment=environment or {},
             backstop_s=backstop_s,
         )
         self.plan = self.engine.plan(self.spec)
         self.guest: Guest
         self.facts: Mapping[str, Any] = {}
+        self.listeners: Mapping[str, EndpointListener] = {}
+        """What takes the guest's connections to each endpoint."""
         self.attest_timeout = 30.0 * PACE
         self._client: BlockingKernelClient | None = None
         self.running.append(self)
@@ -145,6 +151,7 @@ class LiveGuest:
     def _start(self) -> LiveGuest:
         self.guest = self.do(self.engine.launch(self.spec).claim())
         self.facts = self.do(self.guest.wait_attested(self.attest_timeout))
+        self.listeners = self.do(self.guest.open_endpoints(30 * PACE))
         return self
 
     def release(self) -> LiveGuest:
@@ -283,6 +290,8 @@ class LiveGuest:
         self.running.remove(self)
         if self._client is not None:
             self._client.stop_channels()
+        for listener in self.listeners.values():
+            listener.sock.close()
         if hasattr(self, "guest"):
             assert list(self.do(self.guest.destroy(10 * PACE))) == []
         assert self.processes() == []

@@ -94,6 +94,7 @@ def _request(dirs: StateDirs, session: str) -> Mapping[str, object]:
         "engine_requested": "bwrap",
         "profile": asdict(PROFILE),
         "sources": [],
+        "endpoints": [],
         "environment": {},
         "key": "00",
         "signature_scheme": "hmac-sha256",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from unprivileged import as_user
 
-from kernel_provisioner.engines.base import GuestSpec, SourceMount
+from kernel_provisioner.engines.base import GuestEndpoint, GuestSpec, SourceMount
 from kernel_provisioner.engines.bwrap import output
 from kernel_provisioner.engines.bwrap.command import Link
 from kernel_provisioner.engines.bwrap.layout import Item, Layout
@@ -52,6 +52,25 @@ def test_six_sockets_are_exposed_and_no_more() -> None:
         "/run/backintel/agent:/tmp/k/agent",
         *(f"/run/backintel/{port}:/tmp/k/g-{port}" for port in range(1, 6)),
     ]
+
+
+def test_each_endpoint_is_a_socket_of_a_neutral_name() -> None:
+    endpoints = (
+        GuestEndpoint("db", "db.internal", "127.0.1.1", 5432),
+        GuestEndpoint("web", "10.9.8.7", "10.9.8.7", 443),
+    )
+    asked = spec(endpoints=endpoints)
+    words = command.arguments(asked, VIEW)
+    mounted = [words[n + 1] for n, word in enumerate(words) if word == "--mount-socket"]
+    assert mounted == [f"/tmp/k/e-{n}:/run/backintel/e-{n}" for n in range(2)]
+    assert command.endpoints(asked) == {
+        "op": "endpoints",
+        "endpoints": [
+            ["127.0.1.1", 5432, "/run/backintel/e-0"],
+            ["10.9.8.7", 443, "/run/backintel/e-1"],
+        ],
+    }
+    assert not [word for word in words for told in ("db", "5432", "10.9") if told in word]
 
 
 def test_limits_come_from_the_profile() -> None:

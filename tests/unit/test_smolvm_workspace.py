@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from session_request import PROFILE, SESSION
 
-from kernel_provisioner.engines.base import GuestSpec, SourceMount
+from kernel_provisioner.engines.base import GuestEndpoint, GuestSpec, SourceMount
 from kernel_provisioner.engines.smolvm.release import Prepared
-from kernel_provisioner.engines.smolvm.workspace import Places, own_view
+from kernel_provisioner.engines.smolvm.workspace import Places, listen, own_view
 from kernel_provisioner.errors import StartFailed
 
 
@@ -70,3 +74,42 @@ def test_path_that_the_options_cannot_express_is_refused(tmp_path: Path, places:
     assert str(odd) in refused.value.message and "colon" in refused.value.message
     assert refused.value.remedy
     assert list(places.state.iterdir()) == []
+
+
+def endpoints(count: int) -> tuple[GuestEndpoint, ...]:
+    return tuple(
+        GuestEndpoint(f"n{number}", "db.internal", "127.0.1.1", 5000 + number)
+        for number in range(count)
+    )
+
+
+def test_only_the_monitors_user_can_connect_to_an_endpoint(tmp_path: Path, places: Places) -> None:
+    user = 0x70000001 if os.geteuid() == 0 else None
+    found = listen(replace(spec(tmp_path), endpoints=endpoints(2)), places, user)
+    try:
+        assert sorted(found) == ["n0", "n1"]
+        for name, path in (("n0", "e-0"), ("n1", "e-1")):
+            told = (places.sockets / path).stat()
+            assert stat.S_ISSOCK(told.st_mode) and stat.S_IMODE(told.st_mode) == 0o600
+            assert told.st_uid == (os.geteuid() if user is None else user)
+            assert not found[name].getblocking() and not found[name].get_inheritable()
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(str(places.sockets / path))
+                found[name].accept()[0].close()
+    finally:
+        for listener in found.values():
+            listener.close()
+
+
+def test_more_endpoints_than_a_machine_can_have_are_refused(tmp_path: Path, places: Places) -> None:
+    asked = spec(tmp_path)
+    with pytest.raises(StartFailed, match="17 endpoints") as caught:
+        listen(replace(asked, endpoints=endpoints(17)), places, None)
+    assert caught.value.remedy == "assign at most 16."
+    assert list(places.sockets.iterdir()) == []
+
+
+def test_endpoint_that_cannot_be_listened_for_is_named(tmp_path: Path, places: Places) -> None:
+    (places.sockets / "e-1").touch()
+    with pytest.raises(StartFailed, match="the endpoint n1: "):
+        listen(replace(spec(tmp_path), endpoints=endpoints(2)), places, None)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kernel_provisioner.engines.base import CHANNELS, GUEST_GID, GUEST_UID
+from kernel_provisioner.engines.base import CHANNELS, GUEST_GID, GUEST_UID, GuestEndpoint
 from kernel_provisioner.errors import StartFailed
 from kernel_provisioner.profiles import Profile
 
@@ -30,15 +30,17 @@ PRIVATE_DIRS = (
     "matplotlib",
     "duckdb",
 )
-ETC: Mapping[str, str] = {
+_ETC: Mapping[str, str] = {
     "passwd": f"kernel:x:{GUEST_UID}:{GUEST_GID}::{_PRIVATE}/home:/bin/bash\n",
     "group": f"kernel:x:{GUEST_GID}:\n",
-    "hosts": f"127.0.0.1 localhost {HOSTNAME}\n::1 localhost\n",
+    # Not ::1 too: guest code could listen there in the place of an endpoint at localhost.
+    "hosts": f"127.0.0.1 localhost {HOSTNAME}\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
     "resolv.conf": "",
     "hostname": f"{HOSTNAME}\n",
 }
-"""Files of /etc that are ours, whatever the image has."""
+ETC = frozenset(_ETC)
+"""Names of the files of /etc that are ours, whatever the image has."""
 
 _OPERANDS: Mapping[str, int] = {
     "--ro-bind": 2,
@@ -88,6 +90,17 @@ class Descriptors:
     targets: int
     listeners: Mapping[str, int]
     etc: Mapping[str, int]
+
+
+def etc(endpoints: Sequence[GuestEndpoint] = ()) -> dict[str, str]:
+    """Return our files of /etc by name; the host names of endpoints are known by file alone."""
+    named = {endpoint.host: endpoint.address for endpoint in endpoints}
+    lines = [
+        f"{address} {host}\n"
+        for host, address in named.items()
+        if host not in (address, "localhost")
+    ]
+    return {**_ETC, "hosts": _ETC["hosts"] + "".join(lines)}
 
 
 def rlimits(profile: Profile) -> dict[str, int]:

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from kernel_provisioner import wire
 from kernel_provisioner.engines.base import (
+    EndpointListener,
     GuestExit,
     GuestSpec,
     Hold,
@@ -84,6 +85,7 @@ class BwrapGuest:
         self._last = Sample(0, 0, 0, held.group.kind, 0.0, 0, 0)
         self._peak = 0
         self._deviations: list[str] = []
+        self._network = ""
         loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[GuestExit] = loop.create_future()
         loop.add_reader(held.monitor_fd, self._reap)
@@ -138,6 +140,7 @@ class BwrapGuest:
                 phase="attest",
             )
         self._deviations = attestation.recorded(facts)
+        self._network = str(facts["namespaces"]["net"])
         return facts
 
     def _adopt(self, pid: int) -> None:
@@ -164,6 +167,18 @@ class BwrapGuest:
         space = os.fstatvfs(artifacts)
         if space.f_blocks * space.f_frsize < held.spec.profile.artifacts_bytes:
             raise AttestationFailed("/artifacts is not the mount asked for.", phase="attest")
+
+    async def open_endpoints(self, timeout: float) -> Mapping[str, EndpointListener]:
+        """Listen in the sandbox's network namespace. Raises StartFailed."""
+        if not self._held.spec.endpoints:
+            return {}
+        from kernel_provisioner.engines.bwrap.endpoints import listen
+
+        assert self._kernel is not None  # it was attested
+        opened = await asyncio.to_thread(
+            listen, self._kernel.pid, self._network, self._held.spec.endpoints, timeout
+        )
+        return {name: EndpointListener(sock, framed=False) for name, sock in opened.items()}
 
     async def release(self, connection: Mapping[str, object], timeout: float) -> None:
         """Send the go frame with key and signature scheme; return once the sockets are bound.

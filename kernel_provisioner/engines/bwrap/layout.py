@@ -21,7 +21,7 @@ _PROVIDED = frozenset(
 )
 """Top-level names that the sandbox provides itself or leaves out, whatever the image has."""
 _SPLIT = {
-    "etc": frozenset(ETC) | {"mtab"},
+    "etc": ETC | {"mtab"},
     "opt": frozenset(),
     "opt/backintel": frozenset({"guest", "runtime"}),
 }

@@ -83,7 +83,10 @@ def prepare(
         control=guest_control.fileno(),
         targets=targets_read,
         listeners={name: sock.fileno() for name, sock in listeners.items()},
-        etc={name: keep(_memfd(name, text.encode())) for name, text in command.ETC.items()},
+        etc={
+            name: keep(_memfd(name, text.encode()))
+            for name, text in command.etc(spec.endpoints).items()
+        },
     )
     trees = {name: keep(_open_root(path)) for name, path in plan.trees.items()}
     binds, bound_fds = _binds(plan, trees, as_root, keep)

@@ -14,11 +14,11 @@ from typing import Any
 
 from kernel_provisioner.engines.base import CHANNELS, GUEST_GID, GUEST_UID, GuestSpec
 from kernel_provisioner.engines.bwrap.command import (
-    ETC,
     GUEST_DIR,
     HOSTNAME,
     PRIVATE_DIRS,
     environment,
+    etc,
     rlimits,
     tmpfs_mounts,
 )
@@ -27,6 +27,8 @@ from kernel_provisioner.engines.smolvm.release import AGENT_ROOT, PROGRAM
 
 GUEST_SOCKETS = "/run/backintel"
 AGENT = "agent"
+MOST_ENDPOINTS = 16
+"""The monitor takes 64 sockets; the channels and the agent need six."""
 _GUEST_CODE = "/mnt/g"
 _STORAGE_GIB = 3
 _OVERLAY_GIB = 1
@@ -85,12 +87,20 @@ def arguments(spec: GuestSpec, view: View) -> list[str]:
         options += ["--volume", f"{path}:/mnt/s{number}:ro"]
     for name in (AGENT, *(str(port) for port in range(1, len(CHANNELS) + 1))):
         options += ["--expose-socket", f"{GUEST_SOCKETS}/{name}:{view.sockets}/{host_name(name)}"]
+    for name in map(endpoint_name, range(len(spec.endpoints))):
+        # The other way round: here the host listens.
+        options += ["--mount-socket", f"{view.sockets}/{name}:{GUEST_SOCKETS}/{name}"]
     return [*options, "--", "/usr/bin/python3", "-I", "-B", f"{_GUEST_CODE}/agent.py"]
 
 
 def host_name(name: str) -> str:
     """Return the host's name of a guest socket."""
     return name if name == AGENT else f"g-{name}"
+
+
+def endpoint_name(number: int) -> str:
+    """Return the name of an endpoint's socket, on the host and in the machine."""
+    return f"e-{number}"
 
 
 def environ(view: View, start_s: float) -> dict[str, str]:
@@ -110,6 +120,17 @@ def environ(view: View, start_s: float) -> dict[str, str]:
         "SMOLVM_LANDLOCK": "enforce",
         "SMOLVM_AGENT_READY_TIMEOUT_SECS": seconds,
         "SMOLVM_START_TIMEOUT_SECS": seconds,
+    }
+
+
+def endpoints(spec: GuestSpec) -> dict[str, Any]:
+    """Return the agent's frame that has it listen: address, port and where each leads."""
+    return {
+        "op": "endpoints",
+        "endpoints": [
+            [endpoint.address, endpoint.port, f"{GUEST_SOCKETS}/{endpoint_name(number)}"]
+            for number, endpoint in enumerate(spec.endpoints)
+        ],
     }
 
 
@@ -134,7 +155,7 @@ def guest_plan(
         "channels": list(CHANNELS),
         "binds": binds,
         "links": [[link.points_to, link.target] for link in plan.links],
-        "etc": dict(ETC),
+        "etc": etc(spec.endpoints),
         "tmpfs": {path: list(limits) for path, limits in tmpfs_mounts(profile).items()},
         "private": [_PRIVATE, *(f"{_PRIVATE}/{name}" for name in PRIVATE_DIRS)],
         "hostname": HOSTNAME,

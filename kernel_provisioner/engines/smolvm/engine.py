@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -86,6 +87,7 @@ class Launched:
     open_files: int
     output: int
     errors: int
+    listeners: Mapping[str, socket.socket]
 
     @property
     def leftovers(self) -> Leftovers:
@@ -111,6 +113,7 @@ class Launched:
                 monitor_fd=self.monitor_fd,
                 output=OutputTail(self.output),
                 open_files=self.open_files,
+                listeners=self.listeners,
             )
         )
 
@@ -119,6 +122,8 @@ class Launched:
         _reap(self.monitor.pid, self.monitor_fd)
         os.close(self.errors)
         os.close(self.output)
+        for listener in self.listeners.values():
+            listener.close()
         _remove(self.places, self.spec.session)
 
 
@@ -145,6 +150,9 @@ def _launch(
             view = workspace.own_view(spec, places, prepared)
         else:
             view, trees = _staged(spec, prepared, places, theirs)
+        listeners = workspace.listen(spec, places, user)
+        for listener in listeners.values():
+            ours.callback(listener.close)
         output, output_end = os.pipe2(os.O_CLOEXEC)
         ours.callback(os.close, output)
         theirs.callback(os.close, output_end)
@@ -185,6 +193,7 @@ def _launch(
         open_files=open_files,
         output=output,
         errors=errors,
+        listeners=listeners,
     )
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kernel_provisioner.engines.base import (
+    EndpointListener,
     GuestExit,
     GuestSpec,
     Hold,
@@ -30,7 +32,14 @@ from kernel_provisioner.engines.base import (
 from kernel_provisioner.engines.bwrap import linux, waiting
 from kernel_provisioner.engines.bwrap.output import OutputTail
 from kernel_provisioner.engines.leftovers import remove_directory
-from kernel_provisioner.engines.smolvm import attestation, connection, failures, live, monitor
+from kernel_provisioner.engines.smolvm import (
+    attestation,
+    command,
+    connection,
+    failures,
+    live,
+    monitor,
+)
 from kernel_provisioner.engines.smolvm.workspace import Places
 from kernel_provisioner.errors import AttestationFailed, BackIntelError, StartFailed
 from kernel_provisioner.plaintext import quoted
@@ -58,6 +67,8 @@ class Held:
     monitor_fd: int
     output: OutputTail
     open_files: int
+    listeners: Mapping[str, socket.socket] = field(default_factory=dict)
+    """The host's sockets of the endpoints, by name, until they are handed over."""
     machine: ProcessIdentity | None = field(default=None)
     machine_fd: int = field(default=-1)
     closed: bool = field(default=False)
@@ -137,6 +148,20 @@ class SmolvmGuest:
         if machine is None or fd is None:
             raise StartFailed("the machine's process was not found.", phase="boot")
         held.machine, held.machine_fd = machine, fd
+
+    async def open_endpoints(self, timeout: float) -> Mapping[str, EndpointListener]:
+        """Have the agent listen for each endpoint and lead what comes to the host's sockets.
+
+        Raises StartFailed with what the guest said; the machine is ended then.
+        """
+        deadline = waiting.deadline_in(timeout)
+        held = self._held
+        if held.listeners:
+            assert self._control is not None
+            self._control.send(command.endpoints(held.spec))
+            await self._expect("endpoints", deadline, phase="endpoints")
+        opened, held.listeners = held.listeners, {}
+        return {name: EndpointListener(sock, framed=True) for name, sock in opened.items()}
 
     async def release(self, connection: Mapping[str, object], timeout: float) -> None:
         """Send the go frame with key and signature scheme; return once the sockets are bound.
@@ -363,6 +388,8 @@ class SmolvmGuest:
     def _close(self) -> None:
         held = self._held
         held.closed = True
+        for listener in held.listeners.values():
+            listener.close()
         held.output.close()
         os.close(held.monitor_fd)
         if held.machine_fd >= 0:

@@ -10,12 +10,20 @@ import contextlib
 import os
 import secrets
 import shutil
+import socket
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from kernel_provisioner.engines.base import CHANNELS, GuestSpec, SourceMount
-from kernel_provisioner.engines.smolvm.command import AGENT, SOURCE_FILE, View, host_name
+from kernel_provisioner.engines.smolvm.command import (
+    AGENT,
+    MOST_ENDPOINTS,
+    SOURCE_FILE,
+    View,
+    endpoint_name,
+    host_name,
+)
 from kernel_provisioner.engines.smolvm.release import AGENT_ROOT, Prepared
 from kernel_provisioner.errors import StartFailed
 from kernel_provisioner.paths import StateDirs
@@ -23,6 +31,7 @@ from kernel_provisioner.paths import StateDirs
 _FIRST_USER = 0x70000000
 _USERS = 1 << 24
 """A range of user ids that no system gives to anybody: below 2**31, above what containers map."""
+_BACKLOG = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,39 @@ def _copy_tree(source: str, target: str, user: int | None) -> None:
                 _give(to, user)
     os.chmod(target, stat.S_IMODE(os.stat(source).st_mode) | 0o700)
     _give(target, user)
+
+
+def listen(spec: GuestSpec, places: Places, user: int | None) -> dict[str, socket.socket]:
+    """Listen on the host for each endpoint, in the sockets' directory. Raises StartFailed.
+
+    Only the monitor's user can connect: the directory is its own, and so are the sockets.
+    """
+    if len(spec.endpoints) > MOST_ENDPOINTS:
+        raise StartFailed(
+            f"{len(spec.endpoints)} endpoints are more than a microVM can have.",
+            remedy=f"assign at most {MOST_ENDPOINTS}.",
+            phase="launch",
+        )
+    with contextlib.ExitStack() as opened:
+        listeners = {}
+        for number, endpoint in enumerate(spec.endpoints):
+            path = str(places.sockets / endpoint_name(number))
+            sock = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sock.setblocking(False)
+            try:
+                sock.bind(path)
+                _give(path, user)
+                os.chmod(path, 0o600)
+                sock.listen(_BACKLOG)
+            except OSError as error:
+                raise StartFailed(
+                    f"the host cannot listen for the endpoint {endpoint.name}: {error}.",
+                    remedy="make the product's runtime directory writable, with a shorter path.",
+                    phase="launch",
+                ) from None
+            listeners[endpoint.name] = sock
+        opened.pop_all()
+        return listeners
 
 
 def single_files(sources: tuple[SourceMount, ...]) -> frozenset[int]:
