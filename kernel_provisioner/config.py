@@ -9,15 +9,19 @@ is unknown, malformed or asks for what a sandbox never gets is refused by file, 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from kernel_provisioner import profiles
+from kernel_provisioner.endpoints import Endpoint, assign, read_table
+from kernel_provisioner.engines.base import GuestEndpoint
 from kernel_provisioner.engines.registry import DEFAULT_ENGINE, ENGINES
 from kernel_provisioner.errors import ConfigError, ProfileRefused, SourceRefused
 from kernel_provisioner.paths import StateDirs, state_dirs
@@ -32,6 +36,7 @@ MAX_FILE_BYTES = 1024 * 1024
 
 _T = TypeVar("_T")
 
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9._-]+")
 _KEYS = (
     "engine",
     "profile",
@@ -41,6 +46,7 @@ _KEYS = (
     "after_end",
     "grace",
     "sources",
+    "endpoints",
 )
 # profile key in a file -> (field of Profile, bytes in one unit; 0: not a size)
 _PROFILE_KEYS = {
@@ -56,6 +62,7 @@ _PROFILE_KEYS = {
     "on_deadline": ("on_cell_deadline", 0),
     "after_end": ("after_end", 0),
 }
+_OPTIONS = {"sources": "source", "endpoints": "endpoint"}  # where they differ from their keys
 # keys whose value is one of a few words
 _WORDS = {"on_deadline": profiles.DEADLINE_ACTIONS, "after_end": profiles.AFTER_END}
 _PROFILE_OPTIONAL = {"cells": None, "grace": 5.0, "on_deadline": "cancel", "after_end": "stay"}
@@ -91,6 +98,7 @@ class Settings:
     profile: Profile
     sources: tuple[Source, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    endpoints: tuple[GuestEndpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,7 @@ class _Layer:
     after_end: str | None = None
     grace: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
     profiles: Mapping[str, Profile] = field(default_factory=dict)
 
 
@@ -132,11 +141,12 @@ def resolve_settings(
 ) -> Settings:
     """Return the settings of one session (spec D5, E).
 
-    Keys: engine, profile, cell_deadline, run_deadline, on_deadline, after_end, grace (seconds) and
-    sources ({name: path}); files also define ``[profiles.NAME]``. None is an unset value. The
-    command line alone may say ``engine = "auto"`` and, resolved, what was ``engine_requested``.
-    Sources of all places add up; of one name the place of highest precedence counts. ``files`` are
-    given by precedence and may be missing; ``host`` defaults to this host.
+    Keys: engine, profile, cell_deadline, run_deadline, on_deadline, after_end, grace (seconds),
+    sources ({name: path}) and endpoints ({name: "HOST:PORT"}); files also define
+    ``[profiles.NAME]``. None is an unset value. The command line alone may say ``engine = "auto"``
+    and, resolved, what was ``engine_requested``. Sources and endpoints of all places add up; of one
+    name the place of highest precedence counts. ``files`` are given by precedence and may be
+    missing; ``host`` defaults to this host.
 
     Raises ConfigError (place, key, reason), EngineUnavailable, ProfileRefused (also if the profile
     is above the host), SourceRefused.
@@ -152,7 +162,8 @@ def resolve_settings(
     profile = _profile(layers, default_profile)
     profiles.admit(profile, host or profiles.host_capacity())
     sources = _sources(layers, environ)
-    return Settings(engine, requested, profile, sources, guest_environment(environ, sources))
+    variables = guest_environment(environ, sources)
+    return Settings(engine, requested, profile, sources, variables, _endpoints(layers))
 
 
 def standing_engine(environ: Mapping[str, str], files: Sequence[Path] | None = None) -> str:
@@ -247,6 +258,14 @@ def _sources(layers: Sequence[_Layer], environ: Mapping[str, str]) -> tuple[Sour
     return tuple(check_source(name, path, dirs) for name, path in sorted(given.items()))
 
 
+def _endpoints(layers: Sequence[_Layer]) -> tuple[GuestEndpoint, ...]:
+    given: dict[str, tuple[Callable[[str], str], Endpoint]] = {}
+    for layer in reversed(layers):
+        for name, endpoint in layer.endpoints.items():
+            given[name] = (partial(_place, layer.origin), endpoint)
+    return assign(given)
+
+
 def _file_layer(path: Path) -> _Layer:
     origin = str(path)
     try:
@@ -305,6 +324,8 @@ def _layer(origin: str, values: Mapping[str, object], *, from_file: bool = False
                 layer = replace(layer, after_end=_word(origin, key, key, value))
             case "sources":
                 layer = replace(layer, sources=_source_paths(origin, value, relative=typed))
+            case "endpoints":
+                layer = replace(layer, endpoints=read_table(partial(_place, origin), value))
             case "profiles" if from_file:
                 layer = replace(layer, profiles=_profile_tables(origin, value))
             case _:
@@ -323,8 +344,11 @@ def _unknown(origin: str, shown: str, key: str, allowed: Sequence[str]) -> Confi
             f"{_place(origin, key)}: own profiles are defined in backintel.toml only.",
             remedy="move the table there.",
         )
+    # Another key is not repeated: it may be a URL with a password, put before the equals sign.
+    plain = _PLAIN_KEY.fullmatch(shown)
+    place = f"{_place(origin, shown)}: is" if plain else f"{origin}: holds what is"
     return ConfigError(
-        f"{_place(origin, shown)}: is not a known key.{_hint(str(key), allowed)}",
+        f"{place} not a known key.{_hint(str(key), allowed)}",
         remedy=f"known keys are {', '.join(allowed)}.",
     )
 
@@ -457,6 +481,6 @@ def _place(origin: str, key: str) -> str:
         return ENGINE_VARIABLE
     if origin == _COMMAND_LINE:
         word, _, name = key.partition(".")
-        option = "source" if word == "sources" else word.replace("_", "-")
+        option = _OPTIONS.get(word, word.replace("_", "-"))
         return f"--{option} {name}".rstrip()
     return f"{origin}: {key}"

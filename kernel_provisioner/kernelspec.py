@@ -1,8 +1,8 @@
 """The kernelspec of the sandbox: install, list, remove (spec A1, issue item 5).
 
 What a kernelspec holds is the owner's word and is checked when it is installed: an engine of this
-version, a known profile, sources that may be given. Paths are stored absolute and canonical.
-Kernelspecs of other makers are never touched.
+version, a known profile, sources and endpoints that may be given. Paths are stored absolute and
+canonical. Kernelspecs of other makers are never touched.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernel_provisioner.config import known_profiles, resolve_settings
+from kernel_provisioner.endpoints import shown
 from kernel_provisioner.engines.registry import DEFAULT_ENGINE, ENGINES
 from kernel_provisioner.errors import UsageError
 
@@ -55,6 +56,7 @@ class Installed:
     engine: str
     profile: str
     sources: Mapping[str, str]
+    endpoints: Mapping[str, str]
 
 
 def build(
@@ -62,6 +64,7 @@ def build(
     engine: str | None,
     profile: str | None,
     sources: Mapping[str, str],
+    endpoints: Mapping[str, str] | None = None,
     name: str = KERNEL_NAME,
 ) -> dict[str, object]:
     """Return the content of kernel.json.
@@ -71,13 +74,10 @@ def build(
     ``name`` is the kernel's: of what Jupyter lists, it tells several of ours apart.
     """
     # Stated, not left open: a later default must not change a kernel that exists.
-    words = {
-        "engine": engine or DEFAULT_ENGINE,
-        "profile": profile or DEFAULT_PROFILE,
-        "sources": dict(sources),
-    }
+    words = {"engine": engine or DEFAULT_ENGINE, "profile": profile or DEFAULT_PROFILE}
     settings = resolve_settings(
-        command_line={},
+        # An error names the option.
+        command_line={"sources": dict(sources), "endpoints": endpoints},
         environ={},
         kernelspec=words,
         default_profile=DEFAULT_PROFILE,
@@ -87,6 +87,11 @@ def build(
     config: dict[str, object] = {"engine": settings.engine, "profile": settings.profile.name}
     if given:
         config["sources"] = given
+    reached = {
+        e.name: f"{e.host}:{e.port}" for e in settings.endpoints if e.name in (endpoints or ())
+    }
+    if reached:
+        config["endpoints"] = reached
     return {
         "argv": ["python3", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": _display_name(name, settings.engine, settings.profile.name),
@@ -199,6 +204,7 @@ def installed() -> list[Installed]:
             str(config.get("engine", "")),
             str(config.get("profile", "")),
             dict(sources) if isinstance(sources := config.get("sources"), dict) else {},
+            shown(config.get("endpoints")),
         )
         for name, path, config in found
         if config is not None

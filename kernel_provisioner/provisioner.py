@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
 from traitlets import Any as AnyTrait
-from traitlets import Dict, Unicode
+from traitlets import Dict, TraitError, Unicode
 
 from kernel_provisioner import observers, wire
 from kernel_provisioner.autorestart import Autorestart
@@ -96,12 +96,21 @@ class SandboxKernelManager(AsyncKernelManager):
         )
 
 
+class _EndpointTable(Dict):
+    """Refuses what is no table without repeating it: it may hold a password."""
+
+    def error(self, *_: object, **__: object) -> NoReturn:
+        """Called with what was given. Raises TraitError."""
+        raise TraitError("endpoints: a table of name = HOST:PORT is needed.")
+
+
 class SandboxProvisioner(KernelProvisionerBase):
     """Starts and holds one sandbox session at a time for a kernel manager."""
 
     engine = Unicode(None, allow_none=True, help="Engine: smolvm or bwrap.").tag(config=True)
     profile = AnyTrait(None, allow_none=True, help="Name of the profile.").tag(config=True)
     sources = Dict(help="Read-only sources: name -> absolute path.").tag(config=True)
+    endpoints = _EndpointTable(help="TCP services to reach: name -> HOST:PORT.").tag(config=True)
     cell_deadline = AnyTrait(None, allow_none=True, help="Seconds a cell may run.").tag(config=True)
     run_deadline = AnyTrait(None, allow_none=True, help="Seconds a session may run.").tag(
         config=True
@@ -340,6 +349,7 @@ class SandboxProvisioner(KernelProvisionerBase):
             "engine": self.engine,
             "profile": self.profile,
             "sources": self.sources or None,
+            "endpoints": self.endpoints or None,
             "cell_deadline": self.cell_deadline,
             "run_deadline": self.run_deadline,
             "on_deadline": self.on_deadline,
@@ -372,6 +382,7 @@ class SandboxProvisioner(KernelProvisionerBase):
             "sources": [
                 {"name": s.name, "path": str(s.path), "kind": s.kind} for s in self.settings.sources
             ],
+            "endpoints": [asdict(endpoint) for endpoint in self.settings.endpoints],
             "environment": dict(self.settings.environment),
             "key": manager.session.key.decode(),
             "signature_scheme": manager.session.signature_scheme,

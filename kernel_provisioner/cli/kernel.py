@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kernel_provisioner import kernelspec, proofs
 from kernel_provisioner.cli.output import emit, say
+from kernel_provisioner.endpoints import parse_endpoints
 from kernel_provisioner.engines.registry import DEFAULT_ENGINE, get_engine
 from kernel_provisioner.errors import EXIT_DONE, BackIntelError
 from kernel_provisioner.paths import state_dirs
@@ -23,7 +24,11 @@ def install(options: argparse.Namespace) -> int:
     location = _location(options) or kernelspec.Location.default()
     name = options.name or kernelspec.KERNEL_NAME
     spec = kernelspec.build(
-        engine=options.engine, profile=options.profile, sources=sources, name=name
+        engine=options.engine,
+        profile=options.profile,
+        sources=sources,
+        endpoints=parse_endpoints(options.endpoint),
+        name=name,
     )
     path = kernelspec.install(spec, name, location)
     engine = get_engine(options.engine or DEFAULT_ENGINE)
@@ -65,6 +70,7 @@ def show(options: argparse.Namespace) -> int:
                 "engine": item.engine,
                 "profile": item.profile,
                 "sources": dict(item.sources),
+                "endpoints": dict(item.endpoints),
             }
             for item in found
         ]
@@ -74,6 +80,8 @@ def show(options: argparse.Namespace) -> int:
         print(f"{item.name}  engine {item.engine}  profile {item.profile}  {item.path}")
         for name, path in item.sources.items():
             print(f"    /sources/{name}  {path}")
+        for name, target in item.endpoints.items():
+            print(f"    endpoint {name}  {target}")
     if not found:
         print("no kernel is installed; run `backintel kernel install`.")
     return EXIT_DONE

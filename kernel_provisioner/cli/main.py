@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import re
 import signal
 import sys
 import traceback
@@ -27,19 +28,34 @@ exit status: 0 done, 1 the notebook's code failed, 2 usage or configuration, 3 i
 4 deadline, 5 another limit, 6 completed but export refused,
 129/130/143 hung up/interrupted/terminated"""
 _TRACEBACK_CHARS = 8000
+_OPTION = re.compile(r"--[A-Za-z][A-Za-z0-9-]*(?==|\Z)")
+# Where argparse repeats what was given, which may hold a password: plain words alone are kept.
+_REPEATED = (
+    (re.compile(r"(ambiguous option: [^=]*)=.*(?= could match )", re.DOTALL), r"\1"),
+    (re.compile(r"ignored explicit argument .*", re.DOTALL), "it takes no value"),
+    (
+        re.compile(r"(invalid choice): (?!'[A-Za-z0-9._-]+' ).*(?= \(choose from )", re.DOTALL),
+        r"\1",
+    ),
+    (re.compile(r"(invalid \w+ value): (?!'[A-Za-z0-9._-]+'\Z).*", re.DOTALL), r"\1"),
+)
 
 
 class _Parser(argparse.ArgumentParser):
     """Raises instead of exiting, so that ``--json`` holds for wrong usage, too."""
 
     def error(self, message: str) -> NoReturn:
+        for repeated, instead in _REPEATED:
+            message = repeated.sub(instead, message)
         raise UsageError(f"{message}.", remedy=f"see `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuse what is unknown here: left to the caller it would be told as of ``backintel``."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            found = [_OPTION.match(word) for word in unknown]
+            named = [option[0] if option else "an argument that is not known" for option in found]
+            self.error(f"unrecognized arguments: {', '.join(dict.fromkeys(named))}")
         return known, unknown
 
 
@@ -104,6 +120,7 @@ def _add_run(commands: Commands) -> None:
     run.add_argument("--engine", metavar="ENGINE", help="smolvm (unless stated), bwrap, or auto")
     run.add_argument("--profile", metavar="P", help="limits: analysis (default), large, ...")
     _add_sources(run)
+    _add_endpoints(run)
     run.add_argument(
         "--out",
         type=_path,
@@ -143,6 +160,16 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_endpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--endpoint",
+        action="append",
+        default=[],
+        metavar="NAME=HOST:PORT",
+        help="let the notebook reach this TCP service, and no other; repeatable",
+    )
+
+
 def _add_sandbox(commands: Commands) -> None:
     group = _group(commands, "sandbox", "prepare and check what sandboxes are made of")
     prepare = _leaf(group, "prepare", "sandbox.prepare", "make the image and prove that it boots")
@@ -164,6 +191,7 @@ def _add_kernel(commands: Commands) -> None:
     install.add_argument("--engine", metavar="E", help="smolvm (unless stated) or bwrap")
     install.add_argument("--profile", metavar="P", help="limits: interactive (default), ...")
     _add_sources(install)
+    _add_endpoints(install)
     _add_json(install)
     uninstall = _leaf(group, "uninstall", "kernel.uninstall", "remove the kernel")
     _add_location(uninstall)

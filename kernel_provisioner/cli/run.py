@@ -8,6 +8,7 @@ import sys
 
 from kernel_provisioner import proofs
 from kernel_provisioner.cli.output import RunReporter, emit, say
+from kernel_provisioner.endpoints import parse_endpoints
 from kernel_provisioner.errors import EXIT_DONE
 from kernel_provisioner.notebook import parse_parameters
 from kernel_provisioner.paths import state_dirs
@@ -49,6 +50,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
         "sources": {
             name: os.path.abspath(path) for name, path in parse_sources(options.source).items()
         },
+        "endpoints": parse_endpoints(options.endpoint),
     }
     return {key: value for key, value in typed.items() if value not in (None, {})}
 

@@ -27,7 +27,7 @@ def from_ledger(entry: Entry) -> dict[str, Any]:
         "network": "off",
         "limits": entry.limits,
         "sources": described_sources(entry.sources),
-        "endpoints": [],
+        "endpoints": entry.endpoints,
         "phase": next(reversed(entry.phases), None),
         "phases": entry.phases,
         "memory": None,

@@ -25,6 +25,7 @@ from kernel_provisioner.lab.describe import ended_as_told, from_ledger
 from kernel_provisioner.paths import StateDirs, state_dirs
 from kernel_provisioner.provisioner import SandboxProvisioner
 from kernel_provisioner.session.ask import events
+from kernel_provisioner.session.receipt import stated_endpoints
 
 SCHEMA = "https://backintel-sandbox.invalid/events/session"
 MAX_KERNELS = 256
@@ -45,6 +46,7 @@ class Entry:
     isolation: str
     limits: dict[str, Any]
     sources: list[dict[str, str]]
+    endpoints: list[dict[str, Any]]
     notebook: str | None
     state: str = "starting"
     """starting, running or ended"""
@@ -135,6 +137,7 @@ class Ledger:
                 {"name": source.name, "path": str(source.path), "kind": source.kind}
                 for source in settings.sources
             ],
+            endpoints=stated_endpoints(settings.endpoints),
             notebook=self._label(provisioner.notebook),
             sessions=[*(known.sessions if known else []), session][-MAX_SESSIONS:],
         )

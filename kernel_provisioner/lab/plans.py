@@ -12,6 +12,7 @@ from kernel_provisioner.engines.registry import get_engine
 from kernel_provisioner.errors import ConfigError, NotFound
 from kernel_provisioner.kernelspec import PROVISIONER
 from kernel_provisioner.provisioner import SandboxProvisioner
+from kernel_provisioner.session.receipt import stated_endpoints
 from kernel_provisioner.session.status import described_sources
 
 
@@ -48,7 +49,7 @@ def plan(kernel: str, specs: KernelSpecManager, parent: Any) -> dict[str, Any]:
         "network": "off",
         "limits": asdict(settings.profile),
         "sources": described_sources(sources),
-        "endpoints": [],
+        "endpoints": stated_endpoints(settings.endpoints),
     }
 
 

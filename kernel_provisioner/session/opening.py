@@ -80,6 +80,7 @@ class Opening:
             guest_code=guest_code_dir(),
             socket_dir=start.socket_dir,
             sources=sources,
+            endpoints=start.endpoints,
             environment=start.environment,
             backstop_s=max(self.remaining, 0.0) + BACKSTOP_SLACK_S,
         )

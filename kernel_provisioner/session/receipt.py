@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kernel_provisioner import __version__
+from kernel_provisioner.engines.base import GuestEndpoint
 from kernel_provisioner.records import write_json
 
 SCHEMA = "backintel.receipt/1"
@@ -75,3 +76,11 @@ class Receipt:
 def ended(reason: str, kind: str, message: str, **more: object) -> Mapping[str, object]:
     """Return the receipt's ``ended`` object; ``at`` is now unless given."""
     return {"reason": reason, "class": kind, "message": message, "at": time.time(), **more}
+
+
+def stated_endpoints(endpoints: Sequence[GuestEndpoint]) -> list[dict[str, Any]]:
+    """Return the receipt's ``endpoints``: what stands there is the owner's word, not looked at."""
+    return [
+        {"name": e.name, "kind": "tcp", "host": e.host, "port": e.port, "identity": "stated"}
+        for e in endpoints
+    ]

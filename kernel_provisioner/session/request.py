@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernel_provisioner.engines.base import GuestEndpoint
 from kernel_provisioner.errors import Reason, StartFailed
 from kernel_provisioner.paths import StateDirs
 from kernel_provisioner.profiles import Profile
@@ -29,6 +30,7 @@ class Start:
     engine_requested: str
     profile: Profile
     sources: tuple[Mapping[str, str], ...]
+    endpoints: tuple[GuestEndpoint, ...]
     environment: Mapping[str, str]
     key: str
     signature_scheme: str
@@ -51,6 +53,7 @@ class Start:
                 engine_requested=str(message["engine_requested"]),
                 profile=Profile(**message["profile"]),
                 sources=tuple(message["sources"]),
+                endpoints=tuple(_endpoint(entry) for entry in message["endpoints"]),
                 environment=dict(message["environment"]),
                 key=str(message["key"]),
                 signature_scheme=str(message["signature_scheme"]),
@@ -61,3 +64,8 @@ class Start:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise StartFailed(f"the start request is malformed ({error}).") from None
+
+
+def _endpoint(entry: Mapping[str, Any]) -> GuestEndpoint:
+    name, host, address = (str(entry[key]) for key in ("name", "host", "address"))
+    return GuestEndpoint(name, host, address, int(entry["port"]))

@@ -36,11 +36,12 @@ from kernel_provisioner.records import remove_socket_dir, sweep
 from kernel_provisioner.session.control import Control
 from kernel_provisioner.session.ending import Ending, describe_status
 from kernel_provisioner.session.opening import Opening
-from kernel_provisioner.session.receipt import Receipt, ended
+from kernel_provisioner.session.receipt import Receipt, ended, stated_endpoints
 from kernel_provisioner.session.telemetry import Telemetry
 from kernel_provisioner.wire import FrameReader
 
 if TYPE_CHECKING:
+    from kernel_provisioner.session.bridge import Bridge
     from kernel_provisioner.session.desk import Desk
     from kernel_provisioner.session.monitor import SessionMonitor
     from kernel_provisioner.session.relay import Relay
@@ -75,6 +76,7 @@ class Supervisor:
         self._owner_gone = asyncio.Event()
         self._monitor: SessionMonitor | None = None
         self._desk: Desk | None = None
+        self._bridge: Bridge | None = None
         self._shutdown_asked = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -119,6 +121,7 @@ class Supervisor:
             self._receipt.update(attested=dict(attested), limits=dict(self._guest.limits))
             self._journal.note(self._guest.leftovers)
             await self._phase("attested")
+            await self._open_endpoints()
             await self._guest.release(self._connection(), self._budget())
             await self._phase("kernel")
             await asyncio.wait_for(check, self._budget())
@@ -166,6 +169,17 @@ class Supervisor:
         await self._relay.start()
         self._open_desk()
 
+    async def _open_endpoints(self) -> None:
+        """Bridge the guest's listeners to the owner's endpoints, if there are any."""
+        endpoints = self._start_request.endpoints
+        if endpoints:
+            from kernel_provisioner.session.bridge import Bridge
+
+            assert self._guest is not None and self._monitor is not None  # noqa: PT018 - opened
+            self._bridge = Bridge(endpoints, self._monitor.tell)
+            await self._bridge.start(await self._guest.open_endpoints(self._budget()))
+            await self._phase("endpoints")
+
     def _open_desk(self) -> None:
         from kernel_provisioner.session.desk import Desk
         from kernel_provisioner.session.status import describe
@@ -199,6 +213,7 @@ class Supervisor:
             sources=[
                 {"name": s["name"], "kind": s["kind"], "path": s["path"]} for s in start.sources
             ],
+            endpoints=stated_endpoints(start.endpoints),
         )
 
     # -- events --------------------------------------------------------------------------------
@@ -322,6 +337,7 @@ class Supervisor:
                     ending.reason.value, ending.message, timeout=NOTICE_TIMEOUT_S
                 )
             )
+        await self._close_bridge()
         more: dict[str, Any] = {"at": ending.at}
         if ending.status is not None:
             more["status"] = ending.status
@@ -337,6 +353,14 @@ class Supervisor:
             }
         )
         await self._linger()
+
+    async def _close_bridge(self) -> None:
+        if self._bridge is not None:
+            await self._bridge.close()
+            uses = self._bridge.uses()
+            self._receipt.update(
+                endpoints=[{**e, **uses[e["name"]]} for e in self._receipt.data["endpoints"]]
+            )
 
     async def _unless_owner_gone(self, notices: Coroutine[Any, Any, object]) -> None:
         """Deliver notices for as long as the owner is there: without it nobody reads them."""
@@ -391,6 +415,7 @@ class Supervisor:
         failures: list[str] = []
         if self._desk is not None:
             failures += await self._desk.close()
+        await self._close_bridge()
         if self._relay is not None:
             await self._relay.close()
             self._receipt.update(relay=dict(self._relay.stats))

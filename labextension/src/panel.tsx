@@ -291,12 +291,17 @@ function Endpoints(props: ISectionProps): React.JSX.Element {
     return <Note>{trans.__('None. The kernel has no network.')}</Note>;
   }
   return (
-    <Facts
-      facts={endpoints.map(endpoint => [
-        endpoint.name ?? '',
-        `${endpoint.host ?? ''}:${endpoint.port ?? ''}`
-      ])}
-    />
+    <>
+      <Facts
+        facts={endpoints.map(endpoint => [
+          endpoint.name,
+          `${endpoint.host}:${endpoint.port}`
+        ])}
+      />
+      <Note>
+        {trans.__('The kernel can connect to them and to no other network.')}
+      </Note>
+    </>
   );
 }
 

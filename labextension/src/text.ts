@@ -66,6 +66,7 @@ export function phaseText(
     case 'verified':
       return trans.__('starting the sandbox');
     case 'attested':
+    case 'endpoints':
     case 'kernel':
     case 'image':
       return trans.__('starting the kernel');

@@ -26,10 +26,13 @@ export interface ISource {
   guest_path: string;
 }
 
+/** A service that the kernel may reach; `stated`: which one answers is the owner's word. */
 export interface IEndpoint {
-  name?: string;
-  host?: string;
-  port?: number;
+  name: string;
+  kind: 'tcp';
+  host: string;
+  port: number;
+  identity: 'stated';
 }
 
 export interface IPlan {

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import proven
 import pytest
 from jsonschema import Draft202012Validator
+from live_guest import PACE
 from product import left_behind, run_notebook, write_notebook
 
 from kernel_provisioner.engines.smolvm import release
@@ -29,13 +34,40 @@ axes.plot(frame.select_dtypes('number').iloc[:, 0])
 figure.savefig('/artifacts/plot.png')
 """,
 )
+_ASKING = """
+import socket
+with socket.create_connection(('localhost', {port}), timeout=300) as store:
+    store.sendall(b'who answers?')
+    store.shutdown(socket.SHUT_WR)
+    print(store.makefile().read())
+"""
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[int]:
+    """Answer one connection to a port of the host's loopback, which is given."""
+
+    def answer() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.settimeout(300 * PACE)
+            asked = sock.makefile().read()
+            sock.sendall(f"the host, to {asked!r}".encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(300 * PACE)
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
 
 
 def test_a_notebook_runs_to_its_artifacts_and_its_receipt(tmp_path: Path) -> None:
-    notebook = write_notebook(tmp_path / "small.ipynb", _CELLS)
     out = tmp_path / "out"
     energy = REPOSITORY / "notebooks/data/energy"
-    done = run_notebook(notebook, out, "--profile", "live", "--source", f"energy={energy}")
+    with answering() as port:
+        notebook = write_notebook(tmp_path / "small.ipynb", [*_CELLS, _ASKING.format(port=port)])
+        given = ("--source", f"energy={energy}", "--endpoint", f"store=localhost:{port}")
+        done = run_notebook(notebook, out, "--profile", "live", *given)
     assert done.status == 0, done.said
     receipt = json.loads((out / "receipt.json").read_text())
     schema = json.loads((REPOSITORY / "docs/receipt.schema.json").read_text())
@@ -50,6 +82,9 @@ def test_a_notebook_runs_to_its_artifacts_and_its_receipt(tmp_path: Path) -> Non
     lines = len((energy / "readings.csv").read_text().splitlines()) - 1
     executed = nbformat.read(out / "small.ipynb", as_version=4)
     assert executed.cells[0].outputs[0].text.strip() == str(lines)
+    assert executed.cells[2].outputs[0].text.strip() == "the host, to 'who answers?'"
+    (endpoint,) = receipt["endpoints"]
+    assert (endpoint["identity"], endpoint["connections"]) == ("stated", 1)
     found = {artifact["name"]: artifact["sha256"] for artifact in receipt["artifacts"]}
     assert sorted(found) == ["head.csv", "plot.png"]
     for name, digest in found.items():

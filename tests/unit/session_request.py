@@ -13,8 +13,8 @@ SESSION = "0123456789abcdef"
 PROFILE = BUILTIN["benchmark"]
 
 
-def request(home: Path, engine: str, asked_s_ago: float = 0.0) -> Start:
-    """Return a request whose directories are all below ``home``."""
+def request(home: Path, engine: str, asked_s_ago: float = 0.0, **words: object) -> Start:
+    """Return a request whose directories are all below ``home``; ``words`` replace its fields."""
     return Start.parse(
         {
             "session": SESSION,
@@ -25,6 +25,7 @@ def request(home: Path, engine: str, asked_s_ago: float = 0.0) -> Start:
             "engine_requested": engine,
             "profile": asdict(PROFILE),
             "sources": [],
+            "endpoints": [],
             "environment": {},
             "key": "00",
             "signature_scheme": "hmac-sha256",
@@ -32,5 +33,6 @@ def request(home: Path, engine: str, asked_s_ago: float = 0.0) -> Start:
             "dirs": {name: str(home / name) for name in ("data", "state", "runtime")},
             "started_at": time.monotonic() - asked_s_ago,
             "run_dir": None,
+            **words,
         }
     )

@@ -111,6 +111,35 @@ def test_wrong_usage_is_status_2_and_one_line(
 
 
 @pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["run", "n.ipynb", "--endpont=web=P"], "unrecognized arguments: --endpont."),
+        (["run", "n.ipynb", "--endpont", "web=P"], "--endpont, an argument that is not known."),
+        (["run", "n.ipynb", "P"], "unrecognized arguments: an argument that is not known."),
+        (["run", "n.ipynb", "--P"], "unrecognized arguments: an argument that is not known."),
+        (["sandbox", "check", "--endpoint", "web=P"], "unrecognized arguments: --endpoint, an "),
+        (["kernel", "install", "--en=P"], "ambiguous option: --en could match --engine"),
+        (["run", "n.ipynb", "--json=P"], "argument --json: it takes no value."),
+        (["run", "n.ipynb", "--cell-deadline", "P"], "argument --cell-deadline: invalid float"),
+        (["--endpoint", "web=P", "run", "n.ipynb"], "invalid choice (choose from 'run', "),
+        (["P"], "invalid choice (choose from 'run', "),
+    ],
+)
+def test_wrong_usage_repeats_no_password(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    canary = "canary-5432"
+    for start in ("postgres://u:", "u:", "u:' (choose from \n"):
+        message = _refused([word.replace("P", f"{start}{canary}@h:1") for word in words], capsys)
+        assert reason in message
+        assert canary not in message
+
+
+def test_a_plain_word_that_is_no_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "invalid choice: 'fly' (choose from 'run', " in _refused(["fly"], capsys)
+
+
+@pytest.mark.parametrize(
     ("words", "command"),
     [
         (["--fly"], ""),
@@ -177,10 +206,12 @@ def test_only_what_was_typed_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_p
     parse = build_parser().parse_args
     assert settings_of(parse(["run", "n.ipynb"])) == {}
     words = ["--profile", "large", "--cell-deadline", "2.5", "--source", "a=x/y"]
+    words += ["--endpoint", "sales=db:5432", "--endpoint", "files=localhost:9000"]
     assert settings_of(parse(["run", "n.ipynb", *words])) == {
         "profile": "large",
         "cell_deadline": 2.5,
         "sources": {"a": str(tmp_path / "x/y")},
+        "endpoints": {"sales": "db:5432", "files": "localhost:9000"},
     }
 
 
@@ -192,6 +223,10 @@ def test_only_what_was_typed_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_p
         (["--source", "a"], "is not NAME=PATH"),
         (["--source", "a=/srv", "--source", "a=/opt"], "two sources are named 'a'"),
         (["--source", "a=/nowhere"], "does not exist"),
+        (["--endpoint", "db:80"], "backintel: --endpoint: is not NAME=HOST:PORT"),
+        (["--endpoint", "a=db:80", "--endpoint", "a=db:81"], "two endpoints have this name"),
+        (["--endpoint", "a=db"], "backintel: --endpoint a: has no port"),
+        (["--endpoint", "a=db:80", "--endpoint", "b=db:80"], "--endpoint b: is the same as"),
         (["--param", "x"], "has no '='"),
         (["--param", "a-b=1"], "is not a name"),
         (["--cell-deadline", "-1"], "backintel: --cell-deadline: is -1.0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -201,6 +202,16 @@ def test_bad_file_is_refused_by_file_key_and_reason(
     assert str(files[0]) in refused.value.message
     assert reason in refused.value.message
     assert refused.value.remedy
+
+
+def test_a_key_that_may_be_a_password_is_not_repeated(files: tuple[Path, Path]) -> None:
+    canary = "canary-5432"
+    for table in ("", OWN):
+        files[0].write_text(f'{table}"postgres://u:{canary}@h:1" = "x"\n')
+        with pytest.raises(ConfigError) as refused:
+            resolve(files)
+        assert refused.value.message == f"{files[0]}: holds what is not a known key."
+        assert canary not in json.dumps(refused.value.as_dict())
 
 
 def test_a_bad_value_is_refused_even_where_it_is_overridden(files: tuple[Path, Path]) -> None:

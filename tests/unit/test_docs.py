@@ -145,6 +145,9 @@ def test_the_configuration_example_is_accepted(repository: Path, tmp_path: Path)
     )
     assert settings.profile.name == "nightly"
     assert [source.name for source in settings.sources] == ["flights"]
+    assert [(e.name, e.host, e.port) for e in settings.endpoints] == [
+        ("sales", "db.example.org", 5432)
+    ]
 
 
 def test_every_command_and_option_is_documented(repository: Path) -> None:

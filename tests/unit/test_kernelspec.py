@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,51 @@ def test_sources_are_stored_by_canonical_path(
     assert _config(path)["sources"] == {"sales": str((tmp_path / "data").resolve())}
 
 
+def test_endpoints_are_stored_and_listed(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--endpoint", "sales=DB.example.org:5432", "--endpoint", "files=localhost:9000"]
+    assert main(["kernel", "install", "--prefix", str(prefix), *words]) == 0
+    path = prefix / "share/jupyter/kernels/backintel-sandbox"
+    expected = {"files": "localhost:9000", "sales": "db.example.org:5432"}
+    assert _config(path)["endpoints"] == expected
+    capsys.readouterr()
+    assert main(["kernel", "list"]) == 0
+    assert "    endpoint sales  db.example.org:5432\n" in capsys.readouterr().out
+    assert main(["kernel", "list", "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert listed["endpoints"] == expected
+
+
+def test_endpoints_of_a_file_are_not_copied_into_the_kernel(prefix: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config/backintel/backintel.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text('[endpoints]\nfiles = "localhost:9000"\n')
+    words = ["kernel", "install", "--prefix", str(prefix)]
+    assert main(words) == 0
+    path = prefix / "share/jupyter/kernels/backintel-sandbox"
+    assert "endpoints" not in _config(path)
+    assert main([*words, "--endpoint", "sales=db:5432"]) == 0
+    assert _config(path)["endpoints"] == {"sales": "db:5432"}
+
+
+def test_the_list_shows_no_password_that_somebody_wrote_into_a_kernel(
+    prefix: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["kernel", "install", "--prefix", str(prefix)]) == 0
+    file = prefix / "share/jupyter/kernels/backintel-sandbox/kernel.json"
+    spec = json.loads(file.read_text())
+    config = spec["metadata"]["kernel_provisioner"]["config"]
+    password = secrets.token_hex(8)
+    address = f"postgres://analyst:{password}@db:5432"
+    config["endpoints"] = {"sales": address, address: "db:5432"}
+    file.write_text(json.dumps(spec))
+    capsys.readouterr()
+    for words in ([], ["--json"]):
+        assert main(["kernel", "list", *words]) == 0
+        said = capsys.readouterr().out
+        assert "(refused: is a URL.)" in said and "(refused name)" in said
+        assert password not in said
+
+
 @pytest.mark.parametrize(
     ("words", "kind", "reason"),
     [
@@ -152,6 +198,8 @@ def test_sources_are_stored_by_canonical_path(
         ({"sources": {"x": "/etc"}}, SourceRefused, "/etc"),
         ({"sources": {"x": "/nowhere"}}, SourceRefused, "does not exist"),
         ({"sources": {"..": "/srv"}}, SourceRefused, "not allowed"),
+        ({"endpoints": {"x": "db"}}, ConfigError, "--endpoint x: has no port"),
+        ({"endpoints": {"..": "db:80"}}, ConfigError, "not allowed"),
     ],
 )
 def test_what_could_not_start_is_refused_at_install_time(
@@ -160,6 +208,20 @@ def test_what_could_not_start_is_refused_at_install_time(
     given: dict[str, object] = {"engine": None, "profile": None, "sources": {}} | words
     with pytest.raises(kind, match=reason):
         kernelspec.build(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--endpoint", "web=bad"], "backintel: --endpoint web: has no port"),
+        (["--endpoint", "a=db:1", "--endpoint", "b=db:1"], "--endpoint b: is the same as"),
+    ],
+)
+def test_an_error_names_the_option(
+    prefix: Path, capsys: pytest.CaptureFixture[str], words: list[str], reason: str
+) -> None:
+    assert main(["kernel", "install", "--prefix", str(prefix), *words]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_two_sources_of_one_name_are_refused(

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kernel_provisioner.artifacts.listing import MAX_SHOWN, judge
 from kernel_provisioner.artifacts.tarstream import ExportLimits
 from kernel_provisioner.engines.base import Listed
 from kernel_provisioner.errors import UsageError
+from kernel_provisioner.lab import EVENTS
 from kernel_provisioner.lab.directory import destination
 from kernel_provisioner.lab.inert import inert
 
 LIMITS = ExportLimits(max_bytes=100)
+PHASES_ARE_TOLD_IN = ("opening.py", "supervisor.py")
 
 
 def entry(name: bytes, kind: bytes = b"0", size: int = 1) -> Listed:
     return Listed(name, kind, size, 0.0)
+
+
+def test_each_phase_that_a_start_tells_is_documented(repository: Path) -> None:
+    session = repository / "kernel_provisioner/session"
+    source = "".join(session.joinpath(name).read_text() for name in PHASES_ARE_TOLD_IN)
+    told = set(re.findall(r'\._phase\("(\w+)"\)', source))
+    assert {"supervisor", "endpoints", "ready"} <= told
+    # An event with another phase is not sent.
+    known = yaml.safe_load(EVENTS.read_text())["properties"]["phase"]["enum"]
+    assert set(known) == told
+    schemas = yaml.safe_load(EVENTS.parents[1].joinpath("openapi.yaml").read_text())["components"]
+    text = schemas["schemas"]["Status"]["properties"]["phase"]["description"]
+    assert [word for word in re.findall(r"\w+", text.partition(":")[2]) if word in told] == known
 
 
 def test_a_directory_below_the_root(tmp_path: Path) -> None:
