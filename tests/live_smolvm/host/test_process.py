@@ -112,7 +112,7 @@ def test_what_the_monitor_boots_is_what_was_asked(recorded: GuestSpec) -> None:
             for directory in guest.leftovers.directories:
                 assert stat.S_IMODE(directory.stat().st_mode) == 0o700
             assert told["resources"]["network"] is False
-            assert (told["resources"]["cpus"], told["resources"]["memory_mib"]) == (1, 768)
+            assert (told["resources"]["cpus"], told["resources"]["memory_mib"]) == (1, 768 - 16)
             assert (told["storage_size_gb"], told["overlay_size_gb"]) == (3, 1)
             assert told["ports"] == [] and told["extra_disks"] == []
             assert all(mount["read_only"] for mount in told["mounts"])
