@@ -9,6 +9,10 @@ of data; a length of 0 ends the way, and 0xFFFFFFFF says that the other way's en
 then is the connection closed: the machine's sockets lose what is on its way when one is (measured:
 the last 100 KB of an upload that the host read slowly, and the tails of answers).
 
+A length with the highest bit set comes from the host alone: so many bytes less are on their way. No
+more than WINDOW are, so that the host can always read: the monitor waits with all channels of the
+machine for one socket that is not read.
+
 Arguments: the agent's connection, then for each endpoint a listener and the path of its socket.
 """
 
@@ -25,8 +29,11 @@ from collections.abc import Callable
 
 MOST = 64
 """Connections at once, of all endpoints; one more is closed at once."""
+WINDOW = 1 << 20
+"""Bytes of a connection that the host has not passed on yet; it reads more than that ahead."""
 _CHUNK = 65536
 _END, _ENDED = 0, 0xFFFFFFFF
+_TAKEN = 0x80000000
 _slots = threading.Semaphore(MOST)
 
 
@@ -78,12 +85,15 @@ def _carry(guest: socket.socket, path: str) -> None:
 
 
 class _Forward:
-    """One connection: a way out, a way back, and whether the host has all of the way out."""
+    """One connection: a way out, a way back, and what of the way out the host has passed on."""
 
     def __init__(self, guest: socket.socket, host: socket.socket) -> None:
         self._guest = guest
         self._host = host
         self._writing = threading.Lock()
+        self._changed = threading.Condition()
+        self._on_its_way = 0
+        self._broken = False
 
     def run(self) -> None:
         """Return once both ways have ended, or one has broken."""
@@ -103,6 +113,9 @@ class _Forward:
                 with contextlib.suppress(OSError):
                     self._guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                     sock.shutdown(how)
+            with self._changed:
+                self._broken = True
+                self._changed.notify()
 
     def _send(self, length: int, data: bytes = b"") -> None:
         with self._writing:
@@ -110,6 +123,9 @@ class _Forward:
 
     def _out(self) -> None:
         while data := self._guest.recv(_CHUNK):
+            with self._changed:
+                self._on_its_way += len(data)
+                self._changed.wait_for(lambda: self._broken or self._on_its_way <= WINDOW)
             self._send(len(data), data)
         self._send(_END)
 
@@ -120,6 +136,10 @@ class _Forward:
             if length == _END:
                 self._guest.shutdown(socket.SHUT_WR)
                 self._send(_ENDED)
+            elif length & _TAKEN and length != _ENDED:
+                with self._changed:
+                    self._on_its_way -= length & ~_TAKEN
+                    self._changed.notify()
             elif length != _ENDED:
                 self._guest.sendall(self._exactly(length))
             missing.discard(length)

@@ -28,11 +28,11 @@ CONNECT_S = 10.0
 """How long a store may take to accept a connection."""
 LAST_S = 0.5
 """How long what is on its way may take at the end of a session."""
-_UNSENT = 1 << 20
-"""Bytes of a microVM's connection that wait for a store that does not read.
+_AHEAD = 2 << 20
+"""Bytes of a microVM's connection that are read ahead of a store that does not read.
 
-After them the guest must wait, and as its monitor waits with all channels of its machine for one
-socket that is not read, not it alone.
+More than the window of ``guest/forward.py``: its monitor waits with all channels of its machine for
+one socket that is not read, and never has to unless the guest itself breaks the rule.
 """
 _BUFFER = 512 << 10
 """Bytes that the kernel keeps for each way of a connection to a store: it doubles them."""
@@ -76,7 +76,7 @@ class Bridge:
         for name, listener in listeners.items():
             accepted = partial(self._accept, self._endpoints[name], listener.framed)
             # A reader stops reading at twice its limit.
-            limit = (_UNSENT if listener.framed else CHUNK) // 2
+            limit = (_AHEAD if listener.framed else CHUNK) // 2
             server = await asyncio.start_server(accepted, sock=listener.sock, limit=limit)
             self._servers.append(server)
 
@@ -180,6 +180,7 @@ class Bridge:
     async def _sent(self, use: Use, guest: Plain, store: Plain) -> None:
         while data := await guest.read():
             await store.write(data)
+            await guest.taken(len(data))
             use.sent_bytes += len(data)
         await store.end()
 

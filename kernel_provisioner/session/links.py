@@ -15,6 +15,7 @@ from typing import Any
 CHUNK = 65536
 """Most bytes of one read, and of one frame."""
 _END, _ENDED = 0, 0xFFFFFFFF
+_TAKEN = 0x80000000
 
 
 def linger(sock: Any, *, reset: bool) -> None:
@@ -44,6 +45,9 @@ class Plain:
         """Send at most CHUNK bytes, and wait while too many wait already. Raises OSError."""
         self._writer.write(data)
         await self._writer.drain()
+
+    async def taken(self, length: int) -> None:
+        """Say that so many bytes which were read have been passed on. Raises OSError."""
 
     async def end(self) -> None:
         """Say that no more is sent. Raises OSError."""
@@ -75,6 +79,8 @@ class Framed(Plain):
         super().__init__(reader, writer)
         self._told = False
         """The guest's side said that our end has come."""
+        self._untold = 0
+        """Bytes that were passed on and not told yet: not for each of many small frames."""
 
     async def read(self) -> bytes:
         """See Plain. Raises ConnectionAbortedError too, for what is no frame."""
@@ -96,6 +102,14 @@ class Framed(Plain):
         """See Plain."""
         self._frame(len(data), data)
         await self._writer.drain()
+
+    async def taken(self, length: int) -> None:
+        """See Plain. The guest's side sends no more than its window ahead of it."""
+        self._untold += length
+        if self._untold >= CHUNK:
+            self._frame(_TAKEN | self._untold)
+            self._untold = 0
+            await self._writer.drain()
 
     async def end(self) -> None:
         """See Plain."""

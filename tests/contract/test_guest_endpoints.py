@@ -153,7 +153,7 @@ def test_much_passes_whole_both_ways(guest: LiveGuest) -> None:
     assert served.told == []
 
 
-def test_what_is_closed_at_once_arrives_whole_at_a_store_that_reads_slowly(
+def test_what_is_sent_and_ended_arrives_whole_at_a_store_that_reads_slowly(
     guest: LiveGuest,
 ) -> None:
     """A microVM's sockets lose what is on its way when a connection ends."""

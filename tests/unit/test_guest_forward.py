@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,7 @@ def unframed(sock: socket.socket) -> bytes:
     while length := int.from_bytes(exactly(sock, 4)):
         assert length <= 65536
         data += exactly(sock, length)
+        sock.sendall((0x80000000 | length).to_bytes(4))
     return data
 
 
@@ -142,6 +144,28 @@ def test_host_may_end_first(forwarder: Forwarder) -> None:
         assert unframed(host) == b"late"
         host.sendall(ENDED)
         assert host.recv(1) == b""
+
+
+def test_no_more_is_on_its_way_than_the_host_takes(forwarder: Forwarder) -> None:
+    """The host must be able to read all that comes: a microVM's channels share one device."""
+    window = 1 << 20
+    with forwarder.connect() as guest, forwarder.accept() as host:
+        sender = threading.Thread(target=guest.sendall, args=(b"x" * (3 * window),))
+        sender.start()
+        received = taken = 0
+        while received < 3 * window:
+            ready, _, _ = select.select([host], [], [], _S if received < window - 65536 else 0.3)
+            if not ready:
+                # It waits, although the host reads: only what was passed on makes room.
+                host.sendall((0x80000000 | 65536).to_bytes(4) * 4)
+                taken += 4 * 65536
+                continue
+            length = int.from_bytes(exactly(host, 4))
+            received += len(exactly(host, length))
+            assert received <= window + taken
+        sender.join(_S)
+        assert not sender.is_alive()
+        assert taken >= 2 * window
 
 
 @pytest.mark.parametrize("ends", ["host", "guest"])
