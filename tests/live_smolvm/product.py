@@ -9,10 +9,12 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,34 @@ def write_notebook(path: Path, cells: Sequence[str]) -> Path:
     )
     nbformat.write(notebook, path)
     return path
+
+
+ASKING = """
+import socket
+with socket.create_connection(('localhost', {port}), timeout=300) as store:
+    store.sendall(b'who answers?')
+    store.shutdown(socket.SHUT_WR)
+    print(store.makefile().read())
+"""
+"""A cell that asks the service of ``answering``."""
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[int]:
+    """Answer one connection to a port of the host's loopback, which is given."""
+
+    def answer() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.settimeout(300 * PACE)
+            asked = sock.makefile().read()
+            sock.sendall(f"the host, to {asked!r}".encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(300 * PACE)
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
 
 
 def machines() -> list[int]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import socket
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import proven
 import pytest
 from jsonschema import Draft202012Validator
-from live_guest import PACE
-from product import left_behind, run_notebook, write_notebook
+from product import ASKING, answering, left_behind, run_notebook, write_notebook
 
 from kernel_provisioner.engines.smolvm import release
 
@@ -34,38 +29,13 @@ axes.plot(frame.select_dtypes('number').iloc[:, 0])
 figure.savefig('/artifacts/plot.png')
 """,
 )
-_ASKING = """
-import socket
-with socket.create_connection(('localhost', {port}), timeout=300) as store:
-    store.sendall(b'who answers?')
-    store.shutdown(socket.SHUT_WR)
-    print(store.makefile().read())
-"""
-
-
-@contextlib.contextmanager
-def answering() -> Iterator[int]:
-    """Answer one connection to a port of the host's loopback, which is given."""
-
-    def answer() -> None:
-        sock, _ = listener.accept()
-        with sock:
-            sock.settimeout(300 * PACE)
-            asked = sock.makefile().read()
-            sock.sendall(f"the host, to {asked!r}".encode())
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(300 * PACE)
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        yield listener.getsockname()[1]
 
 
 def test_a_notebook_runs_to_its_artifacts_and_its_receipt(tmp_path: Path) -> None:
     out = tmp_path / "out"
     energy = REPOSITORY / "notebooks/data/energy"
     with answering() as port:
-        notebook = write_notebook(tmp_path / "small.ipynb", [*_CELLS, _ASKING.format(port=port)])
+        notebook = write_notebook(tmp_path / "small.ipynb", [*_CELLS, ASKING.format(port=port)])
         given = ("--source", f"energy={energy}", "--endpoint", f"store=localhost:{port}")
         done = run_notebook(notebook, out, "--profile", "live", *given)
     assert done.status == 0, done.said
@@ -114,6 +84,42 @@ def test_the_flights_notebook_runs_to_its_end(tmp_path: Path) -> None:
     assert sorted(path.name for path in (out / "artifacts").iterdir()) == sorted(
         artifact["name"] for artifact in receipt["artifacts"]
     )
+    assert left_behind() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("x = bytearray(3 << 30)", 5, "OutOfMemory"),
+        ("import ctypes\nctypes.string_at(0)", 1, "KernelCrashed"),
+    ],
+    ids=["memory", "crash"],
+)
+def test_an_end_has_its_reason_and_its_status(
+    code: str, status: int, reason: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    notebook = write_notebook(tmp_path / "ends.ipynb", ["print('begun')", code, "print('no')"])
+    done = run_notebook(notebook, out, "--profile", "live")
+    assert done.status == status, done.said
+    receipt = json.loads((out / "receipt.json").read_text())
+    assert receipt["ended"]["reason"] == reason
+    cells = nbformat.read(out / "ends.ipynb", as_version=4).cells
+    assert [output["ename"] for output in cells[1].outputs] == [reason]
+    assert cells[2].outputs == []
+    assert left_behind() == []
+
+
+@pytest.mark.full
+def test_the_boot_counts_inside_the_run_deadline(tmp_path: Path) -> None:
+    """No machine boots within ten seconds in emulation."""
+    out = tmp_path / "out"
+    notebook = write_notebook(tmp_path / "late.ipynb", ["print('ran')"])
+    deadlines = ("--run-deadline", "10", "--cell-deadline", "10")
+    done = run_notebook(notebook, out, "--profile", "live", *deadlines)
+    assert done.status == 4, done.said
+    assert "run deadline of 10 s" in done.said
     assert left_behind() == []
 
 

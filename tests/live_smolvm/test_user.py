@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import proven
 import pytest
 from live_guest import EMULATED, PACE, STALLED
-from product import left_behind, run_notebook, write_notebook
+from product import ASKING, answering, left_behind, run_notebook, write_notebook
 
 from kernel_provisioner.paths import StateDirs
 
@@ -118,13 +119,17 @@ def user() -> Iterator[User]:
 
 def test_a_notebook_of_a_user_runs_to_its_receipt(user: User) -> None:
     place = user.make("run")
-    notebook = write_notebook(
-        place / "small.ipynb",
-        ["open('/artifacts/a.csv', 'w').write('a,b\\n1,2\\n')", "print(6 * 7)"],
-    )
     out = place / "out"
-    done = run_notebook(notebook, out, "--profile", "live", **user.options)
+    with answering() as port:
+        notebook = write_notebook(
+            place / "small.ipynb",
+            ["open('/artifacts/a.csv', 'w').write('a,b\\n1,2\\n')", ASKING.format(port=port)],
+        )
+        given = ("--profile", "live", "--endpoint", f"store=localhost:{port}")
+        done = run_notebook(notebook, out, *given, **user.options)
     assert done.status == 0, done.said
+    executed = nbformat.read(out / "small.ipynb", as_version=4)
+    assert executed.cells[1].outputs[0].text.strip() == "the host, to 'who answers?'"
     receipt = json.loads((out / "receipt.json").read_text())
     assert (receipt["backend"], receipt["isolation"]) == ("smolvm", "microVM")
     assert receipt["limits"]["monitor_uid"] == user.uid
