@@ -111,9 +111,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class GuestExit:
-    """How the kernel process ended: ``status`` as exit code, or ``-signal``. None if unknown."""
+    """How the kernel process ended: ``status`` as exit code, or ``-signal``. None if unknown.
+
+    ``detail`` is then what the host found of why, quoted: it may be the guest's words.
+    """
 
     status: int | None
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

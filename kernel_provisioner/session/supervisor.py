@@ -318,7 +318,8 @@ class Supervisor:
         elif self._shutdown_asked or (self._monitor and self._monitor.shutdown_expected):
             self._end(Reason.SHUTDOWN, status=status)
         elif status is None:
-            self._end(Reason.GUEST_LOST, how="its process is gone and left no status")
+            why = f" ({guest_exit.detail})" if guest_exit.detail else ""
+            self._end(Reason.GUEST_LOST, how=f"its process is gone and left no status{why}")
         else:
             self._end(Reason.KERNEL_CRASHED, status=status, how=describe_status(status))
 

@@ -76,6 +76,33 @@ def test_status_124_is_the_run_deadline_if_the_time_is_up(
     asyncio.run(scenario())
 
 
+def test_a_machine_that_is_lost_is_told_with_what_it_left(tmp_path: Path) -> None:
+    """Work must not get lost without a reason shown."""
+    place = tmp_path / "machines" / SESSION / "state/.cache/smolvm/vms/vm-1"
+    place.mkdir(parents=True)
+    (place / "vmm-exit.json").write_text('{"cause": "exited", "exit_code": 0}')
+    (place / "agent-console.log").write_text("booting\nKernel panic - not {syncing}\n")
+
+    async def scenario() -> None:
+        guest = ended_with(1, tmp_path)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            supervisor = Supervisor(
+                Control(ours, FrameReader(), []), Opening(request(tmp_path, "smolvm", 0))
+            )
+            supervisor._guest = guest
+            try:
+                await asyncio.wait_for(supervisor._watch_guest(), 60)
+                ending = supervisor._ending.result()
+                assert ending.reason is Reason.GUEST_LOST
+                assert "(the monitor's end: exited, code 0)" in ending.message
+                assert "ended with: booting | Kernel panic - not {syncing})" in ending.message
+            finally:
+                assert await guest.destroy(10) == []
+
+    asyncio.run(scenario())
+
+
 def test_peak_of_a_guest_killed_for_memory_is_all_of_it(tmp_path: Path) -> None:
     """A gigabyte is filled in less than the second between two samples."""
 

@@ -104,6 +104,17 @@ def explain(printed: str, left: Remains, how: str, phase: str) -> BackIntelError
     )
 
 
+def lost(printed: str, left: Remains) -> str:
+    """Return what is known of why a machine that ran is gone; empty if nothing is."""
+    console = quoted(left.console.strip()[-_QUOTED:], _QUOTED)
+    parts = (
+        quoted(message_of(printed), _QUOTED),
+        _describe(left.record),
+        f"the guest's console ended with: {console}" if console else "",
+    )
+    return " ".join(part for part in parts if part)
+
+
 def message_of(printed: str) -> str:
     """Return the message of the program's JSON error, else its last line."""
     for line in reversed(printed.splitlines()):

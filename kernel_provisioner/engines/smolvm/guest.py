@@ -271,9 +271,9 @@ class SmolvmGuest:
         del why
         self._end_machine()
 
-    def _finish(self, status: int | None) -> None:
+    def _finish(self, status: int | None, detail: str = "") -> None:
         if not self._exit.done():
-            self._exit.set_result(GuestExit(status))
+            self._exit.set_result(GuestExit(status, detail))
 
     def _reap(self) -> None:
         """smol-vmm ended, and with it the machine. Its status says nothing about the kernel's."""
@@ -283,7 +283,10 @@ class SmolvmGuest:
             os.waitpid(held.monitor.pid, 0)
         if not self._reaped.done():
             self._reaped.set_result(None)
-        self._finish(None)
+        if not self._exit.done():
+            held.output.drain()
+            left = monitor.remains(held.places.directory)
+            self._finish(None, failures.lost(held.output.text(), left))
 
     # -- verbs ---------------------------------------------------------------------------------
 
