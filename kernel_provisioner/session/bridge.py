@@ -118,7 +118,11 @@ class Bridge:
         writer: asyncio.StreamWriter,
     ) -> None:
         guest = Framed(reader, writer) if framed else Plain(reader, writer)
-        if self._closed or (len(self._open) >= MAX_CONNECTIONS and not self._make_room()):
+        if self._closed:
+            # Accepted before the listener was closed, and told after.
+            guest.abort()
+            return
+        if len(self._open) >= MAX_CONNECTIONS and not self._make_room():
             self._uses[endpoint.name].refused += 1
             guest.abort()
             self._explain(
