@@ -1,0 +1,62 @@
+"""Where an interrupt meets a cell: wherever that is, it ends the cell or comes after it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from sandboxes import sandbox
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.filterwarnings("default")]
+
+MEET = """
+import os, signal
+shell = get_ipython()
+armed = []
+def meet(*_):
+    if armed:
+        armed.pop()
+        os.kill(os.getpid(), signal.SIGINT)
+class Compiler(type(shell.compile)):
+    def __call__(self, tree, name, mode):
+        if mode == 'single':
+            meet()
+        return super().__call__(tree, name, mode)
+def transform(lines):
+    meet()
+    return lines
+"""
+"""Sends the kernel one interrupt where it is hooked in, once that is armed."""
+HOOKS = {
+    "while the cell is read": "shell.input_transformers_cleanup.append(transform)",
+    "in what is called before it": "shell.events.register('pre_run_cell', meet)",
+    "between its statements": "shell.compile.__class__ = Compiler",
+    "in what is called after it": "shell.events.register('post_run_cell', meet)",
+}
+
+
+@pytest.mark.parametrize("awaits", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("where", HOOKS)
+def test_an_interrupt_ends_its_cell_wherever_it_meets_it(where: str, awaits: bool) -> None:
+    """A cell's statements are run one by one; one that came between two of them was lost."""
+    early = HOOKS[where].startswith(("shell.input", "shell.events.register('pre"))
+    late = "after" in where
+
+    async def body() -> None:
+        async with sandbox() as box:
+            assert (await box.run(MEET)).error == ""
+            arm = "armed.append(1)"
+            # The last that this cell does, so that it is spared itself.
+            hook = f"x = 1\n{HOOKS[where]}\n{'' if late else arm};"
+            assert (await box.run(hook)).error == ""
+            last = f"await asyncio.sleep({0 if late else 50})" if awaits else "None"
+            result = await box.run(f"import asyncio\nx = 2\n{arm if late else ''}\n{last}")
+            status = result.reply["content"]["status"]
+            if late:
+                assert status == "ok"
+            else:
+                assert status == "error"
+                assert result.error.startswith(("KeyboardInterrupt", "CancelledError"))
+            assert (await box.run("print(x, armed)")).text == f"{1 if early else 2} []\n"
+
+    asyncio.run(body())
