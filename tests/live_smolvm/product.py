@@ -21,7 +21,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from live_guest import PACE, stalled
+from live_guest import EMULATED, PACE, as_root, stalled
 
 from kernel_provisioner.engines.base import GuestSpec, ProcessIdentity
 from kernel_provisioner.engines.smolvm import command, monitor
@@ -33,6 +33,15 @@ from kernel_provisioner.records import live_sessions, sweep
 
 GONE_S = 2.0 * PACE
 """Two seconds of real hardware, in which no process of a killed session may be left (spec I1)."""
+PROFILE = "live" if EMULATED else "interactive"
+FLIGHTS_PROFILE = "flights" if EMULATED else "analysis"
+"""Profiles of runs: the emulated machine has its own, with longer deadlines (tools/live/run.sh)."""
+needs_root = pytest.mark.skipif(
+    not as_root(), reason="needs root: a user's monitor has no user id and namespaces of its own"
+)
+needs_emulation = pytest.mark.skipif(
+    not EMULATED, reason="it changes users or devices of its host; run by `make test-live-smolvm`"
+)
 _CLI = (sys.executable, "-m", "kernel_provisioner.cli.main")
 
 
@@ -105,6 +114,14 @@ def answering() -> Iterator[int]:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         yield listener.getsockname()[1]
+
+
+def host_address() -> str:
+    """Return an address of this host that is not its loopback's; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        # One of the emulated machine's own network (tools/live/run.sh), elsewhere one far away.
+        sock.connect(("192.0.2.2", 9))
+        return str(sock.getsockname()[0])
 
 
 def machines() -> list[int]:
@@ -216,12 +233,12 @@ def ask_for_socket_outside(
     monkeypatch.setattr(command, "environ", confined)
 
 
-def kill(process: ProcessIdentity) -> None:
-    """SIGKILL this very process."""
+def kill(process: ProcessIdentity, number: int = signal.SIGKILL) -> None:
+    """Send a signal to this very process."""
     fd = os.pidfd_open(process.pid)
     try:
         assert is_running(process)
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        signal.pidfd_send_signal(fd, number)
     finally:
         os.close(fd)
 

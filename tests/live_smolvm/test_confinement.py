@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from live_guest import LiveGuest
-from product import ask_for_socket_outside
+from product import ask_for_socket_outside, needs_root
 
-_OUTSIDE = Path("/srv/outside")
+pytestmark = needs_root
 
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
     """A directory that every user may write to, and that is not below any allowed path."""
-    _OUTSIDE.mkdir()
-    _OUTSIDE.chmod(0o777)
-    yield _OUTSIDE
-    for path in _OUTSIDE.iterdir():
-        path.unlink()
-    _OUTSIDE.rmdir()
+    made = Path(tempfile.mkdtemp(prefix="backintel-outside-", dir="/var/tmp"))
+    made.chmod(0o777)
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.mark.parametrize(

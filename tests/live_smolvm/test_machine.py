@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 import proven
+import pytest
 from live_guest import MIB, PACE, PROFILE, LiveGuest
+from product import host_address, needs_root
 
 from kernel_provisioner.engines.base import Hold
 from kernel_provisioner.engines.smolvm import monitor
@@ -59,13 +61,14 @@ def test_kernel_answers_through_the_exposed_sockets(shared: LiveGuest) -> None:
 
 def test_no_network_but_loopback(shared: LiveGuest) -> None:
     """A service of the host listens on every address of it; the guest reaches none."""
-    addresses = ["127.0.0.1", "192.0.2.1", "10.0.2.2", "1.1.1.1"]
+    host = host_address()
+    addresses = ["127.0.0.1", host, "10.0.2.2", "1.1.1.1"]
     with socket.socket() as listener, socket.socket() as proof:
         listener.bind(("0.0.0.0", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        # The address is one of this host (tools/live/run.sh), and here the service answers.
-        proof.connect(("192.0.2.1", port))
+        # Here the service answers.
+        proof.connect((host, port))
         text = shared.check(
             f"""{_ATTEMPT}
 print(open('/proc/net/route').read().count(chr(10)))
@@ -224,12 +227,26 @@ def test_the_guests_clock_is_the_hosts(shared: LiveGuest) -> None:
     assert abs(later - offset) < _STANDSTILL_S / 2
 
 
+@pytest.mark.full
+def test_the_data_stack_works_together(shared: LiveGuest) -> None:
+    text = shared.check(
+        """
+import duckdb, matplotlib, polars, pyarrow
+frame = polars.DataFrame({'a': [1, 2, 3]})
+table = frame.to_arrow()
+print(duckdb.sql('select sum(a) from table').fetchone()[0], isinstance(table, pyarrow.Table))
+"""
+    )
+    assert text == "6 True"
+
+
 def test_figures_come_from_guest_and_host(shared: LiveGuest) -> None:
     sample = shared.sample(lambda sample: sample.memory_bytes > 20 * MIB)
     assert 20 * MIB < sample.memory_bytes < PROFILE.ram_bytes
     assert sample.cpu_seconds > 0 and sample.tasks > 1 and sample.oom_kills == 0
 
 
+@needs_root
 def test_monitor_is_confined_and_unprivileged(shared: LiveGuest) -> None:
     machine = shared.guest.leftovers.processes[1]
     user = int(str(shared.guest.limits["monitor_uid"]))
@@ -240,6 +257,7 @@ def test_monitor_is_confined_and_unprivileged(shared: LiveGuest) -> None:
         assert os.readlink(f"/proc/{machine.pid}/ns/{name}") != own
 
 
+@needs_root
 def test_two_machines_at_once_do_not_see_each_other(shared: LiveGuest, own: LiveGuest) -> None:
     """Nor does a new machine see what another wrote before it (smolvm#187, case 30)."""
     places = ("/workspace", "/tmp", "/dev/shm", "/artifacts")

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_guest import EMULATED, PACE, LiveGuest
-from product import backintel, left_behind, write_notebook
+from live_guest import PACE, LiveGuest
+from product import PROFILE, backintel, left_behind, needs_emulation, write_notebook
 
 from kernel_provisioner.engines.registry import CHOOSE_WEAKER
 from kernel_provisioner.engines.smolvm import monitor, release
@@ -31,14 +31,13 @@ KVM = Path("/dev/kvm")
 @pytest.fixture
 def without_kvm() -> Iterator[None]:
     """A machine without the device; it is there again afterwards."""
-    if not EMULATED:
-        pytest.skip("it takes /dev/kvm away from everybody; run by `make test-live-smolvm`")
     away = KVM.with_name("kvm-away")
     KVM.rename(away)
     yield
     away.rename(KVM)
 
 
+@needs_emulation
 @pytest.mark.usefixtures("without_kvm")
 def test_missing_device_is_refused(tmp_path: Path) -> None:
     notebook = write_notebook(tmp_path / "a.ipynb", ["1"])
@@ -51,6 +50,7 @@ def test_missing_device_is_refused(tmp_path: Path) -> None:
     assert left_behind() == []
 
 
+@needs_emulation
 def test_device_without_permission_is_refused(tmp_path: Path) -> None:
     """The doctor of an ordinary user, who is not in the device's group."""
     home = tmp_path.parent / "nobody"
@@ -139,7 +139,7 @@ def test_image_of_another_digest_is_refused(tmp_path: Path) -> None:
     receipt.write_text(json.dumps(told))
     notebook = write_notebook(tmp_path / "a.ipynb", ["open('/artifacts/ran.csv', 'w')"])
     done = backintel(
-        *("run", notebook, "--engine", "smolvm", "--profile", "live", "--out", tmp_path / "out"),
+        *("run", notebook, "--engine", "smolvm", "--profile", PROFILE, "--out", tmp_path / "out"),
         env={**os.environ, "BACKINTEL_HOME": str(home)},
     )
     assert done.status == 3

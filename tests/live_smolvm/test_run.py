@@ -10,7 +10,15 @@ import nbformat
 import proven
 import pytest
 from jsonschema import Draft202012Validator
-from product import ASKING, answering, left_behind, run_notebook, write_notebook
+from product import (
+    ASKING,
+    FLIGHTS_PROFILE,
+    PROFILE,
+    answering,
+    left_behind,
+    run_notebook,
+    write_notebook,
+)
 
 from kernel_provisioner.engines.smolvm import release
 
@@ -37,7 +45,7 @@ def test_a_notebook_runs_to_its_artifacts_and_its_receipt(tmp_path: Path) -> Non
     with answering() as port:
         notebook = write_notebook(tmp_path / "small.ipynb", [*_CELLS, ASKING.format(port=port)])
         given = ("--source", f"energy={energy}", "--endpoint", f"store=localhost:{port}")
-        done = run_notebook(notebook, out, "--profile", "live", *given)
+        done = run_notebook(notebook, out, "--profile", PROFILE, *given)
     assert done.status == 0, done.said
     receipt = json.loads((out / "receipt.json").read_text())
     schema = json.loads((REPOSITORY / "docs/receipt.schema.json").read_text())
@@ -76,8 +84,8 @@ def test_a_notebook_runs_to_its_artifacts_and_its_receipt(tmp_path: Path) -> Non
 def test_the_flights_notebook_runs_to_its_end(tmp_path: Path) -> None:
     out = tmp_path / "out"
     notebook = REPOSITORY / "notebooks/flights.ipynb"
-    flights = REPOSITORY / ".data/flights"
-    done = run_notebook(notebook, out, "--profile", "flights", "--source", f"flights={flights}")
+    source = ("--source", f"flights={REPOSITORY}/.data/flights")
+    done = run_notebook(notebook, out, "--profile", FLIGHTS_PROFILE, *source)
     assert done.status == 0, done.said
     receipt = json.loads((out / "receipt.json").read_text())
     assert receipt["backend"] == "smolvm" and receipt["run"]["published"]
@@ -102,7 +110,7 @@ def test_an_end_has_its_reason_and_its_status(
 ) -> None:
     out = tmp_path / "out"
     notebook = write_notebook(tmp_path / "ends.ipynb", ["print('begun')", code, "print('no')"])
-    done = run_notebook(notebook, out, "--profile", "live")
+    done = run_notebook(notebook, out, "--profile", PROFILE)
     assert done.status == status, done.said
     receipt = json.loads((out / "receipt.json").read_text())
     assert receipt["ended"]["reason"] == reason
@@ -118,7 +126,7 @@ def test_the_boot_counts_inside_the_run_deadline(tmp_path: Path) -> None:
     out = tmp_path / "out"
     notebook = write_notebook(tmp_path / "late.ipynb", ["print('ran')"])
     deadlines = ("--run-deadline", "10", "--cell-deadline", "10")
-    done = run_notebook(notebook, out, "--profile", "live", *deadlines)
+    done = run_notebook(notebook, out, "--profile", PROFILE, *deadlines)
     assert done.status == 4, done.said
     assert "run deadline of 10 s" in done.said
     assert left_behind() == []
@@ -130,7 +138,7 @@ def test_a_cell_deadline_ends_the_machine_and_says_why(tmp_path: Path) -> None:
         ["open('/artifacts/a.csv', 'w').write('a')", "print('begun')\nwhile True: pass"],
     )
     out = tmp_path / "out"
-    done = run_notebook(notebook, out, "--profile", "live", "--cell-deadline", "20")
+    done = run_notebook(notebook, out, "--profile", PROFILE, "--cell-deadline", "20")
     assert done.status == 4, done.said
     receipt = json.loads((out / "receipt.json").read_text())
     assert receipt["ended"]["reason"] == "CellDeadlineExceeded"

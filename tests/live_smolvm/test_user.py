@@ -18,10 +18,20 @@ from typing import Any
 import nbformat
 import proven
 import pytest
-from live_guest import EMULATED, PACE, STALLED
-from product import ASKING, answering, left_behind, run_notebook, write_notebook
+from live_guest import PACE, STALLED
+from product import (
+    ASKING,
+    PROFILE,
+    answering,
+    left_behind,
+    needs_emulation,
+    run_notebook,
+    write_notebook,
+)
 
 from kernel_provisioner.paths import StateDirs
+
+pytestmark = needs_emulation
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
@@ -92,8 +102,6 @@ class User:
 @pytest.fixture(scope="module")
 def user() -> Iterator[User]:
     """An account as distributions make it; it stays, for this machine is thrown away."""
-    if not EMULATED:
-        pytest.skip("it makes a user of this machine; run by `make test-live-smolvm`")
     subprocess.run(["/usr/sbin/useradd", "--create-home", "-G", "kvm", NAME], check=True)
     entry = pwd.getpwnam(NAME)
     found = User(entry.pw_uid, grp.getgrnam("kvm").gr_gid, Path(entry.pw_dir))
@@ -125,7 +133,7 @@ def test_a_notebook_of_a_user_runs_to_its_receipt(user: User) -> None:
             place / "small.ipynb",
             ["open('/artifacts/a.csv', 'w').write('a,b\\n1,2\\n')", ASKING.format(port=port)],
         )
-        given = ("--profile", "live", "--endpoint", f"store=localhost:{port}")
+        given = ("--profile", PROFILE, "--endpoint", f"store=localhost:{port}")
         done = run_notebook(notebook, out, *given, **user.options)
     assert done.status == 0, done.said
     executed = nbformat.read(out / "small.ipynb", as_version=4)

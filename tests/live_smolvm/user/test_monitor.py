@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 from live_guest import LiveGuest
-from product import ask_for_socket_outside
+from product import ask_for_socket_outside, host_address
 
 from kernel_provisioner.engines.smolvm import monitor
 
-_HOST = "192.0.2.1"
-"""An address of the emulated machine (tools/live/run.sh)."""
 _NO_FAMILY = "Address family not supported by protocol"
 _REACH = """
 import socket
@@ -59,6 +57,7 @@ def test_monitor_is_this_very_user_and_confined(
     own.release()
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
-        with socket.create_connection((_HOST, port)):
-            found = own.check(_REACH.format(host=_HOST, port=port))
+        host = host_address()
+        with socket.create_connection((host, port)):
+            found = own.check(_REACH.format(host=host, port=port))
     assert found.splitlines() == ["['lo']", "Network is unreachable", _NO_FAMILY]
