@@ -148,11 +148,11 @@ test-live-smolvm-full: image $(FLIGHTS)
 
 live-full-product:
 	$(BIN)/python tools/live/machine.py --full --timeout 7200 --suite tests/live_smolvm \
-		--log .data/live/product.log
+		--suite tests/escape/test_kernel_interfaces.py --log .data/live/product.log
 
 live-full-contract:
 	$(BIN)/python tools/live/machine.py --full --timeout 7200 --suite tests/contract \
-		--suite tests/escape/test_kernel_interfaces.py --log .data/live/contract.log
+		--log .data/live/contract.log
 
 bench: image lab-wheel
 	@tools/lab-chromium

@@ -38,7 +38,7 @@ HOOKS = {
 @pytest.mark.parametrize("awaits", [False, True], ids=["plain", "async"])
 @pytest.mark.parametrize("where", HOOKS)
 def test_an_interrupt_ends_its_cell_wherever_it_meets_it(where: str, awaits: bool) -> None:
-    """A cell's statements are run one by one; one that came between two of them was lost."""
+    """enterprise_gateway#686: none is lost before a cell's code or between two statements."""
     early = HOOKS[where].startswith(("shell.input", "shell.events.register('pre"))
     late = "after" in where
 

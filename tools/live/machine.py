@@ -24,6 +24,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kernel_provisioner.engines.smolvm import release
@@ -312,6 +313,31 @@ def run(words: Sequence[str], log: Path, timeout_s: float) -> int:
     return int(found[-1])
 
 
+def build() -> tuple[Path, Path, Path, Path, Path]:
+    """Return emulator, machine, packages, engine and image, made where they are missing.
+
+    Side by side: each of the first two waits for downloads half of its time.
+    """
+    init = (HERE / "machine-init").read_text()
+    pins = json.dumps(dict(release.load_pins("linux-x86_64").files))
+    image = load_image(state_dirs())
+    with ThreadPoolExecutor() as pool:
+        wanted = [SUITE, *MACHINE_PACKAGES, init]
+        machine = pool.submit(cached, "machine", wanted, make_machine)
+        wanted = [EMULATOR_SUITE, *EMULATOR_PACKAGES]
+        emulator = pool.submit(cached, "emulator", wanted, make_emulator)
+        site = cached("site", [PYTHON, *REQUIREMENTS, pins], make_site)
+        image_disk = cached(
+            "image", [image.id], lambda place: disk(image.root, place / "image.img")
+        )
+        engine = cached(
+            "engine",
+            [pins, inspect.getsource(make_engine)],
+            lambda place: make_engine(place, site / "site", emulator.result()),
+        )
+        return emulator.result(), machine.result(), site, engine, image_disk
+
+
 def main() -> int:
     """Build what is missing, boot, run the tests, return their status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -325,19 +351,8 @@ def main() -> int:
     if os.geteuid() != 0 or sys.platform != "linux" or os.uname().machine != "x86_64":
         sys.exit("the live lane needs root on Linux x86-64: debootstrap makes device files.")
     need("debootstrap", "mkfs.ext4")
-    init = (HERE / "machine-init").read_text()
     say("looking for the emulator, the machine and the packages; building what is missing")
-    emulator = cached("emulator", [EMULATOR_SUITE, *EMULATOR_PACKAGES], make_emulator)
-    machine = cached("machine", [SUITE, *MACHINE_PACKAGES, init], make_machine)
-    pins = json.dumps(dict(release.load_pins("linux-x86_64").files))
-    site = cached("site", [PYTHON, *REQUIREMENTS, pins], make_site)
-    engine = cached(
-        "engine",
-        [pins, inspect.getsource(make_engine)],
-        lambda place: make_engine(place, site / "site", emulator),
-    )
-    image = load_image(state_dirs())
-    image_disk = cached("image", [image.id], lambda place: disk(image.root, place / "image.img"))
+    emulator, machine, site, engine, image_disk = build()
     if options.build_only:
         return 0
     options.log.parent.mkdir(parents=True, exist_ok=True)
