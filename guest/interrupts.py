@@ -138,17 +138,22 @@ class SandboxKernel(IPythonKernel):
 
     @contextmanager
     def _cancel_on_sigint(self, future: Any) -> Iterator[None]:
-        """While a cell awaits, ipykernel cancels it: also only if the interrupt is for it."""
+        """While a cell awaits, ipykernel cancels it: also only if the interrupt is for it.
+
+        That waits for the event loop, which a cell that computes keeps busy: there it is raised.
+        """
         with super()._cancel_on_sigint(future):
             cancel: Any = signal.getsignal(signal.SIGINT)
 
             def interrupt(signum: int, frame: FrameType | None) -> None:
-                if self._is_for_this_request():
+                if not self._is_for_this_request():
+                    return
+                self._came_early = not self._begun
+                if find_place(frame) is Place.USER_CODE:
+                    signal.default_int_handler(signum, frame)
+                elif self._begun:
                     # A task that is cancelled before it begins takes the reply away.
-                    if self._begun:
-                        cancel(signum, frame)
-                    else:
-                        self._came_early = True
+                    cancel(signum, frame)
 
             signal.signal(signal.SIGINT, interrupt)
             yield

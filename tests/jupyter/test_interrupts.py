@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from sandboxes import sandbox
+from test_session import started
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.filterwarnings("default")]
 
@@ -58,5 +59,21 @@ def test_an_interrupt_ends_its_cell_wherever_it_meets_it(where: str, awaits: boo
                 assert status == "error"
                 assert result.error.startswith(("KeyboardInterrupt", "CancelledError"))
             assert (await box.run("print(x, armed)")).text == f"{1 if early else 2} []\n"
+
+    asyncio.run(body())
+
+
+def test_a_cell_that_computes_in_a_coroutine_is_interrupted() -> None:
+    """ipykernel cancels it by the event loop, which such a cell never lets go on."""
+
+    async def body() -> None:
+        async with sandbox() as box:
+            code = (
+                "import asyncio\nx = 41\nawait asyncio.sleep(0)\nprint('com' + 'putes', flush=True)"
+            )
+            cell = await started(box, f"{code}\nwhile True: pass", "computes")
+            await box.manager.interrupt_kernel()
+            assert (await cell).error.startswith("KeyboardInterrupt")
+            assert (await box.run("await asyncio.sleep(0)\nprint(x + 1)")).text == "42\n"
 
     asyncio.run(body())
