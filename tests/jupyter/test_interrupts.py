@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import Any
 
 import pytest
-from sandboxes import sandbox
+from jupyter_client.session import Session
+from sandboxes import Sandbox, sandbox
 from test_session import started
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.filterwarnings("default")]
@@ -77,3 +80,51 @@ def test_a_cell_that_computes_in_a_coroutine_is_interrupted() -> None:
             assert (await box.run("await asyncio.sleep(0)\nprint(x + 1)")).text == "42\n"
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("by", ["a person", "its deadline"])
+@pytest.mark.parametrize("beside", ["", "complete_request", "execute_request"])
+def test_a_cell_that_awaits_is_interrupted_at_once(by: str, beside: str) -> None:
+    """Also in one long sleep, which wakes no event loop, and after a request to a subshell."""
+    settings: dict[str, Any] = {"cell_deadline": 3, "grace": 30} if by == "its deadline" else {}
+
+    async def body() -> None:
+        async with sandbox(on_deadline="interrupt", **settings) as box:
+            code = (
+                "import asyncio\nx = 41\nprint('a' + 'waits', flush=True)\nawait asyncio.sleep(100)"
+            )
+            cell = await started(box, code, "awaits")
+            if beside:
+                await ask_subshell(box, beside)
+            begun = time.monotonic()
+            if not settings:
+                await box.manager.interrupt_kernel()
+            result = await cell
+            assert result.reply["content"]["status"] == "error"
+            assert result.error.startswith("CancelledError")
+            assert time.monotonic() - begun < 15
+            assert (await box.run("print(x + 1)")).text == "42\n"
+
+    asyncio.run(body())
+
+
+async def ask_subshell(box: Sandbox, kind: str) -> None:
+    """Have a new subshell answer a request of another client beside the main shell's cell."""
+    contents = {
+        "complete_request": {"code": "x", "cursor_pos": 1},
+        "execute_request": {"code": "y = 1", "silent": True, "allow_stdin": False},
+    }
+    client = box.manager.client()
+    # The manager gives its own, whose sockets would be taken for those of the first client.
+    client.session = Session(key=client.session.key)
+    client.start_channels(hb=False)
+    try:
+        client.control_channel.send(client.session.msg("create_subshell_request"))
+        created = await client.get_control_msg(timeout=30)
+        request = client.session.msg(kind, contents[kind])
+        request["header"]["subshell_id"] = created["content"]["subshell_id"]
+        client.shell_channel.send(request)
+        reply = await client.get_shell_msg(timeout=30)
+        assert reply["content"]["status"] == "ok"
+    finally:
+        client.stop_channels()

@@ -40,7 +40,8 @@ needs_root = pytest.mark.skipif(
     not as_root(), reason="needs root: a user's monitor has no user id and namespaces of its own"
 )
 needs_emulation = pytest.mark.skipif(
-    not EMULATED, reason="it changes users or devices of its host; run by `make test-live-smolvm`"
+    not EMULATED,
+    reason="only where boots are slow and users and devices may change: `make test-live-smolvm`",
 )
 _CLI = (sys.executable, "-m", "kernel_provisioner.cli.main")
 

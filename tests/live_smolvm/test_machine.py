@@ -233,11 +233,11 @@ def test_the_data_stack_works_together(shared: LiveGuest) -> None:
         """
 import duckdb, matplotlib, polars, pyarrow
 frame = polars.DataFrame({'a': [1, 2, 3]})
-table = frame.to_arrow()
-print(duckdb.sql('select sum(a) from table').fetchone()[0], isinstance(table, pyarrow.Table))
+told = frame.to_arrow()
+print(duckdb.sql('select sum(a) from told').fetchall(), isinstance(told, pyarrow.Table))
 """
     )
-    assert text == "6 True"
+    assert text == "[(6,)] True"
 
 
 def test_figures_come_from_guest_and_host(shared: LiveGuest) -> None:

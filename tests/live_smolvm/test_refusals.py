@@ -79,7 +79,8 @@ def test_machine_without_progress_is_refused(own: LiveGuest) -> None:
 
     own.do(stop())
     with pytest.raises(HostRefused) as refused:
-        own.do(own.guest.wait_attested(30 * PACE))
+        # The program itself gives up after 30 s.
+        own.do(own.guest.wait_attested(60 * PACE), 90)
     assert refused.value.permanent
     assert "this host's KVM cannot boot it" in refused.value.message
     assert "nested virtualization" in refused.value.remedy
