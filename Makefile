@@ -35,7 +35,7 @@ help:
 	@echo "                  \`make faults\` for long"
 	@echo "make test-user    make run and the kernel's tests as a fresh ordinary user (needs root)"
 	@echo "make test-docs    the commands that the documentation shows"
-	@echo "make test-live-smolvm  the microVM engine in an emulated machine (root, alone, 18 minutes);"
+	@echo "make test-live-smolvm  the microVM engine in an emulated machine (root, alone, 12 to 18 minutes);"
 	@echo "                  \`make test-live-smolvm-full\` has all of the contract suite, every kill"
 	@echo "                  and notebooks/flights.ipynb (two machines at once, up to 14 GB)"
 	@echo "make bench        measure against a plain ipykernel; updates docs/benchmarks.md"
