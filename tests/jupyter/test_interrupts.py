@@ -102,7 +102,8 @@ def test_a_cell_that_awaits_is_interrupted_at_once(by: str, beside: str) -> None
             result = await cell
             assert result.reply["content"]["status"] == "error"
             assert result.error.startswith("CancelledError")
-            assert time.monotonic() - begun < 15
+            # It took 12 s and more of such a sleep until something else woke the loop.
+            assert time.monotonic() - begun < 8
             assert (await box.run("print(x + 1)")).text == "42\n"
 
     asyncio.run(body())
